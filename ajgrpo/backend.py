@@ -1,0 +1,216 @@
+"""What generates samples: the rollout server, the worker that drives it, and the way for new weights.
+
+    start_server ──▶ publish (version 0) ──▶ start_worker ──▶ publish (1, 2, …) ──▶ close
+
+Versions count the pushes of this run: tokens that the server labels ``n`` were sampled under the weights of push n.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ajgrpo.config import EMBEDDED, AsyncGRPOConfig
+from ajgrpo.errors import ServerError
+from ajgrpo.hf import mapping
+from ajgrpo.inference.client import ControlClient
+from ajgrpo.metrics import Metrics
+from ajgrpo.models.config import ModelConfig
+from ajgrpo.rollout.api import PacedRolloutWorker, RolloutWorker
+from ajgrpo.rollout.loop import AsyncRolloutLoop
+from ajgrpo.rollout.worker import AsyncRolloutWorker, WorkerSpec
+from ajgrpo.server.launch import EmbeddedServer
+from ajgrpo.weights.base import WeightTransfer
+from ajgrpo.weights.host import HostWeightTransfer
+
+Times = defaultdict[str, float]
+"""Seconds by name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendParts:
+    """What the server and the worker are made of.
+
+    Attributes:
+        model_dir: directory that the embedded server loads.
+        model_config: the model.
+        tokenizer: renders prompts.
+        dataset: prompts.
+        reward_funcs: scores.
+        loop_cls: the rollout loop's class.
+        num_rows: rows of a micro-batch, for the first token allowance.
+        start_prompt_index: the first prompt, counted over all epochs.
+    """
+
+    model_dir: Path
+    model_config: ModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    dataset: Any
+    reward_funcs: Sequence[Callable[..., Any]]
+    loop_cls: type[AsyncRolloutLoop]
+    num_rows: int
+    start_prompt_index: int
+
+
+class Backend:
+    """Owns the server's process, the worker and the weight transfer of one run.
+
+    Args:
+        config: the run's configuration.
+        parts: see ``BackendParts``.
+        worker: used instead of the spawned worker.
+        transfer: used instead of the ``host`` transport.
+    """
+
+    def __init__(
+        self,
+        config: AsyncGRPOConfig,
+        parts: BackendParts,
+        worker: RolloutWorker | None = None,
+        transfer: WeightTransfer | None = None,
+    ):
+        self.config, self.parts = config, parts
+        self.version = -1
+        self.token_budget = 0
+        self._worker, self._transfer = worker, transfer
+        self._spawned: AsyncRolloutWorker | None = None
+        self._server: EmbeddedServer | None = None
+        self._stack = contextlib.ExitStack()
+        self._base_url = config.vllm_server_base_url
+        self._model_name, self._max_model_len = "", 0
+
+    @property
+    def worker(self) -> RolloutWorker:
+        """The worker; ``start_worker`` comes first."""
+        assert self._worker is not None
+        return self._worker
+
+    def start_server(self) -> None:
+        """Starts the embedded server if it is asked for, waits until the server answers, and prepares the transfer.
+
+        Raises:
+            ServerError: it does not start or answer in time, or lacks what training needs.
+        """
+        config = self.config
+        if self._base_url == EMBEDDED:
+            self._server = EmbeddedServer(
+                self.parts.model_dir,
+                log_path=Path(config.output_dir) / "server.log",
+                max_model_len=config.embedded_max_model_len,
+                max_num_seqs=config.embedded_max_num_seqs,
+                dtype=config.embedded_dtype,
+                max_logprobs=max(config.num_sampler_logprobs, config.top_k) + 1,
+            )
+            self._stack.callback(self._server.stop)
+            self._base_url = self._server.start(timeout_s=config.vllm_server_timeout)
+        control = ControlClient(self._base_url, timeout_s=config.vllm_server_timeout)
+        self._stack.callback(control.close)
+        control.wait_until_ready(config.vllm_server_timeout)
+        self._model_name, self._max_model_len = control.models()
+        self.token_budget = config.token_budget or self._max_model_len
+        if self._transfer is None:
+            manifest = mapping.checkpoint_manifest(self.parts.model_config, config.compute_dtype)
+            self._transfer = HostWeightTransfer(control, manifest, deadline_s=config.vllm_server_timeout)
+        self._stack.callback(self._transfer.destroy)
+        self._transfer.init()
+
+    def start_worker(self) -> None:
+        """Starts producing rollouts, under an allowance that counts every row as full.
+
+        Raises:
+            PicklingError: something given to the worker cannot be pickled.
+        """
+        if self._worker is None:
+            self._worker = self._spawned = AsyncRolloutWorker(self.worker_spec())
+        self._stack.callback(self._worker.stop)
+        self._worker.start()
+        self._worker.update_model_version(self.version)
+
+    def worker_spec(self) -> WorkerSpec:
+        """What the spawned worker is told."""
+        config, parts = self.config, self.parts
+        rows = parts.num_rows * config.gradient_accumulation_steps
+        return WorkerSpec(
+            config=config,
+            base_url=self._base_url,
+            model_name=self._model_name,
+            max_model_len=self._max_model_len,
+            tokenizer=parts.tokenizer,
+            dataset=parts.dataset,
+            reward_funcs=parts.reward_funcs,
+            loop_cls=parts.loop_cls,
+            eos_token_ids=parts.model_config.eos_token_ids,
+            token_allowance=config.allowed_staleness * rows * self.token_budget,
+            start_prompt_index=parts.start_prompt_index,
+            num_epochs=None if config.max_steps > 0 else config.num_train_epochs,
+        )
+
+    def publish(self, params: Any, times: Times) -> None:
+        """Sends the weights to the server and advances the version.
+
+        Args:
+            params: the parameter tree.
+            times: gets ``weight_sync_s`` and its parts ``weight_sync_pause_s`` and ``weight_sync_transfer_s``.
+
+        Raises:
+            WeightTransferError: with the phase that failed.
+        """
+        assert self._transfer is not None, "start_server comes first"
+        start = time.perf_counter()
+        self._transfer.pause()
+        paused = time.perf_counter()
+        config = self.config
+        self._transfer.send(mapping.iter_checkpoint(self.parts.model_config, params, config.compute_dtype))
+        sent = time.perf_counter()
+        self.version += 1
+        if self._worker is not None:
+            self._worker.update_model_version(self.version)
+        self._transfer.resume()
+        times["weight_sync_pause_s"] += paused - start
+        times["weight_sync_transfer_s"] += sent - paused
+        times["weight_sync_s"] += time.perf_counter() - start
+
+    def allow(self, tokens: int) -> None:
+        """Lets the worker hold at most ``tokens`` tokens queued or in flight."""
+        if isinstance(self._worker, PacedRolloutWorker):
+            self._worker.set_token_allowance(tokens)
+
+    def note_taken(self, tokens: int) -> None:
+        """Tells the worker that a sample has left its queue."""
+        if isinstance(self._worker, PacedRolloutWorker):
+            self._worker.note_taken(tokens)
+
+    def generated_tokens(self) -> int:
+        """Sampled tokens of finished rollouts so far; 0 for a worker that does not tell."""
+        return self._spawned.generated_tokens if self._spawned is not None else 0
+
+    def check_health(self) -> None:
+        """Raises when no more samples can be expected.
+
+        Raises:
+            ServerError: the embedded server has ended; with the last lines of its log.
+            RolloutWorkerError: the worker has ended or hangs.
+        """
+        if self._server is not None and not self._server.alive():
+            raise ServerError(f"the embedded server has ended; the end of its log:\n{self._server.log_tail()}")
+        self.worker.check_health(self.config.rollout_worker_timeout)
+
+    def drain_metrics(self, metrics: Metrics) -> None:
+        """Moves what the worker has reported into ``metrics``."""
+        while True:
+            try:
+                metrics.merge(self.worker.metrics_queue.get_nowait())
+            except queue.Empty:
+                return
+
+    def close(self) -> None:
+        """Stops the worker, then the transfer, then the server; each whatever stopping another raises."""
+        self._stack.close()

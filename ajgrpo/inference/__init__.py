@@ -1,0 +1,1 @@
+"""The wire to the rollout server: one description of its HTTP API, and one client."""
