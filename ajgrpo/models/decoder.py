@@ -139,7 +139,7 @@ def head_kernel(config: ModelConfig, params: Params, unshard: Unshard | None = N
 
 @jax.custom_vjp
 def lookup(embedding_VH: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The tokens' embeddings [T, H]. A token that occurs often has its gradient summed in float32, whatever the dtype."""
+    """The tokens' embeddings [T, H]. Their gradients are summed in float32 whatever the dtype."""
     return embedding_VH[tokens]
 
 

@@ -165,7 +165,7 @@ class TrainStep:
         return program(params, gradients, placed, jax.device_put(np.int32(version), shard.replicated(self.mesh)))
 
     def apply(self, state: TrainState, gradients: Params, num_tokens: int) -> tuple[TrainState, jax.Array]:
-        """One optimizer update (``state`` and ``gradients`` are donated).
+        """One optimizer update (``state`` is donated).
 
         Args:
             state: the state to update.
@@ -208,7 +208,7 @@ class TrainStep:
 
     def _compile_apply(self) -> Any:
         whole = shard.replicated(self.mesh)
-        program = jax.jit(self._apply_update, donate_argnums=(0, 1), out_shardings=(self.state_shardings, whole))
+        program = jax.jit(self._apply_update, donate_argnums=(0,), out_shardings=(self.state_shardings, whole))
         gradients = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), self.param_shapes)
         arguments = (
             _placed(self.state_shapes, self.state_shardings),

@@ -89,14 +89,14 @@ def test_wild_log_probs_give_finite_values_and_no_gradient(case: str, real: bool
         np.testing.assert_allclose(gradients[1], [mass, [0.0, -2.0 * mass[1] * real]], rtol=1e-5)
 
 
-def test_pads_of_sampler_ids_are_ignored():
+@pytest.mark.parametrize("padding", [-np.inf, -1.0])
+def test_pads_of_sampler_ids_are_ignored(padding: float):
     loss = build_loss(AsyncGRPOConfig())
     ids = jnp.array([[3, -1]], jnp.int32)
 
     def total(top):
-        padded = extras(
-            1, sampler_ids=ids, policy_top_log_probs=top, sampler_log_probs=jnp.array([[-1.0, -jnp.inf]], jnp.float32)
-        )
+        sampler = jnp.array([[-1.0, padding]], jnp.float32)
+        padded = extras(1, sampler_ids=ids, policy_top_log_probs=top, sampler_log_probs=sampler)
         return loss(jnp.array([-1.0]), jnp.array([-1.0]), jnp.array([1.0]), padded)[0].sum()
 
     value, gradient = jax.value_and_grad(total)(jnp.array([[-1.0, 0.0]]))

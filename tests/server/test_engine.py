@@ -154,6 +154,31 @@ def test_in_flight_requests_live_through_a_weight_swap(engine):
     assert reply(late).weight_spans == (WeightSpan("1", 0, 120),)
 
 
+def test_weights_swapped_without_a_pause_drop_the_cache_too(engine):
+    start = engine.stats.generation_tokens
+    future = engine.submit(PROMPT, SamplingParams(max_tokens=140, seed=1, logprobs=1, ignore_eos=True))
+    wait_for(lambda: engine.stats.generation_tokens >= start + 20)
+    engine.swap_weights(params(1), "1").result(LIMIT)
+    out = reply(future)
+    cut = out.weight_spans[0].end
+    assert out.weight_spans == (WeightSpan("default", 0, cut), WeightSpan("1", cut, 140))
+    expected = token_log_probs(PROMPT, out.token_ids, seed=1)
+    np.testing.assert_allclose(out.log_probs[cut:], expected[cut:], atol=2e-5)
+
+
+def test_a_pause_does_not_change_the_tokens(engine):
+    undisturbed = run(engine, max_tokens=140)
+    start = engine.stats.generation_tokens
+    future = engine.submit(PROMPT, SamplingParams(max_tokens=140, seed=1, logprobs=9, ignore_eos=True))
+    wait_for(lambda: engine.stats.generation_tokens >= start + 20)
+    engine.pause().result(LIMIT)
+    assert 20 <= engine.stats.generation_tokens - start < 140
+    engine.resume().result(LIMIT)
+    out = reply(future)
+    assert out.token_ids == undisturbed.token_ids
+    np.testing.assert_allclose(out.log_probs, undisturbed.log_probs, atol=1e-5)
+
+
 def test_weights_pushed_back_give_the_same_bits(engine):
     first = run(engine, max_tokens=50)
     engine.swap_weights(params(1), "1").result(LIMIT)

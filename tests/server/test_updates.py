@@ -114,8 +114,11 @@ def changed_norm(**changes) -> list[TensorSpec]:
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused_before_anything_is_sent(control, engine, manifest, text):
+    asked_for = []
+
     def tensors():
         for spec in manifest:
+            asked_for.append(spec.name)
             yield spec.name, np.zeros(spec.shape, np.float32)
 
     with transport(control, manifest) as transfer:
@@ -123,6 +126,7 @@ def test_a_manifest_that_does_not_fit_is_refused_before_anything_is_sent(control
             transfer.pause()
             transfer.send(tensors())
         assert caught.value.phase == "update"
+        assert asked_for == []
         assert control.is_paused()
     with transport(control) as transfer:  # a new trainer repairs
         push(transfer, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from ajgrpo.models.decoder import init_params
 from ajgrpo.packing.batch import build_batch
 from ajgrpo.packing.planner import MicroBatchPlanner, Row
 from ajgrpo.training.sharding import make_mesh
-from ajgrpo.training.step import StepSettings, TrainStep, observations
+from ajgrpo.training.step import StepSettings, TrainState, TrainStep, observations
 from ajgrpo.types import RolloutSample
 from tests.helpers import random_samples
 
@@ -46,25 +47,49 @@ FAMILIES = {
 TOLERANCE = 1e-5
 
 
+@functools.cache
 def make_config(family: str = "qwen3") -> ModelConfig:
     return ModelConfig.from_hf({**BASE, **FAMILIES[family]})
 
 
-def make_step(config: ModelConfig, devices: int = 1, loss: str = "score_centering", **settings: Any) -> TrainStep:
+@functools.cache
+def make_step(family: str = "qwen3", devices: int = 1, loss: str = "score_centering", **settings: Any) -> TrainStep:
+    """Steps are shared between tests: each compiles its programs once."""
     window = {"vllm_importance_sampling_clip_min": 0.01, "vllm_importance_sampling_clip_max": 100.0}
     options = AsyncGRPOConfig(loss=loss, **window)
     chosen = StepSettings(**{"compute_dtype": "float32", "num_sampler_logprobs": TOP_K, "temperature": 0.8} | settings)
     mesh = make_mesh({"data": 1 if devices < 4 else 2, "fsdp": -1}, jax.devices()[:devices])
-    return TrainStep(config, mesh, build_loss(options), optax.sgd(1.0), chosen)
+    return TrainStep(make_config(family), mesh, build_loss(options), optax.sgd(1.0), chosen)
 
 
-def make_params(config: ModelConfig) -> Any:
+@functools.cache
+def log_prob_program(step: TrainStep) -> Any:
+    """(params, batch of one row) -> log-probs of its terms."""
+    spec = jax.sharding.PartitionSpec()
+    return jax.jit(
+        jax.shard_map(
+            lambda p, b: step.row_log_probs(p, jax.tree.map(lambda leaf: leaf[0], b))[0],
+            mesh=step.mesh,
+            in_specs=(spec, spec),
+            out_specs=spec,
+            check_vma=False,
+        )
+    )
+
+
+@functools.cache
+def make_params(family: str = "qwen3") -> Any:
     """Random everywhere: biases and norms that are 0 and 1 would hide errors."""
-    params = init_params(config, jax.random.key(0), "float32")
+    params = init_params(make_config(family), jax.random.key(0), "float32")
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     noisy = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
     return jax.tree.unflatten(tree, noisy)
+
+
+def fresh_state(step: TrainStep) -> TrainState:
+    """A state of its own copy of the parameters: ``apply`` takes its buffers."""
+    return step.init_state(jax.device_put(jax.tree.map(np.array, make_params()), step.param_shardings))
 
 
 def one_row(samples: list[RolloutSample]) -> list[Row]:
@@ -89,15 +114,7 @@ def run(step: TrainStep, params: Any, micro_batches: list[list[Row]], size: int 
 def log_probs(step: TrainStep, params: Any, rows: list[Row], size: int = SIZE, pad: int = 0) -> np.ndarray:
     """Log-probs of the terms of a single row."""
     batch = build_batch(rows, size, num_sampler_logprobs=TOP_K, num_candidates=0, pad_token_id=pad)
-    spec = jax.sharding.PartitionSpec()
-    function = jax.shard_map(
-        lambda p, b: step.row_log_probs(p, jax.tree.map(lambda leaf: leaf[0], b))[0],
-        mesh=step.mesh,
-        in_specs=(spec, spec),
-        out_specs=spec,
-        check_vma=False,
-    )
-    return np.asarray(jax.jit(function)(params, batch))[: rows[0].num_terms]
+    return np.asarray(log_prob_program(step)(params, batch))[: rows[0].num_terms]
 
 
 def assert_close(actual: Any, expected: Any) -> None:
@@ -118,8 +135,7 @@ def sample_sets() -> dict[str, list[RolloutSample]]:
 @pytest.mark.parametrize("loss", ["score_centering", "clipped"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_packed_row_equals_its_samples_alone(family: str, loss: str) -> None:
-    config = make_config(family)
-    step, params = make_step(config, loss=loss), make_params(config)
+    step, params = make_step(family, loss=loss), make_params(family)
     for name, samples in sample_sets().items():
         packed, (metrics,) = run(step, params, [one_row(samples)])
         alone, parts = run(step, params, [one_row([sample]) for sample in samples])
@@ -132,8 +148,7 @@ def test_a_packed_row_equals_its_samples_alone(family: str, loss: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_of_a_packed_row_equal_those_alone(family: str) -> None:
-    config = make_config(family)
-    step, params = make_step(config), make_params(config)
+    step, params = make_step(family), make_params(family)
     for samples in sample_sets().values():
         packed = log_probs(step, params, one_row(samples))
         alone = np.concatenate([log_probs(step, params, one_row([sample])) for sample in samples])
@@ -141,8 +156,7 @@ def test_log_probs_of_a_packed_row_equal_those_alone(family: str) -> None:
 
 
 def test_changing_a_sample_leaves_the_others_alone() -> None:
-    config = make_config()
-    step, params = make_step(config), make_params(config)
+    step, params = make_step(), make_params()
     samples = sample_sets()["shared prompts and forks"]
     before = log_probs(step, params, one_row(samples))
     first = samples[0].num_trained
@@ -156,8 +170,7 @@ def test_changing_a_sample_leaves_the_others_alone() -> None:
 
 
 def test_padding_changes_nothing() -> None:
-    config = make_config()
-    step, params = make_step(config), make_params(config)
+    step, params = make_step(), make_params()
     rows = one_row(sample_sets()["shared prompts and forks"])
     expected, _ = run(step, params, [rows])
     for size, pad in ((128, 5), (256, 0), (384, 47)):
@@ -174,15 +187,14 @@ def plan(samples: list[RolloutSample], num_rows: int) -> list[Row]:
 
 @pytest.mark.parametrize("loss", ["score_centering", "clipped"])
 def test_splits_over_devices_and_micro_batches_change_nothing(loss: str) -> None:
-    config, rng = make_config(), np.random.default_rng(3)
-    params = make_params(config)
+    params, rng = make_params(), np.random.default_rng(3)
     samples = random_samples(rng, num_groups=4, group_size=4, vocab_size=VOCAB, max_prompt=3, max_completion=3)
-    one = make_step(config, loss=loss)
+    one = make_step(loss=loss)
     expected, metrics = run(one, params, [one_row(samples)])
     num_terms = sum(sample.num_trained for sample in samples)
-    updated, norm = one.apply(one.init_state(jax.device_put(params, one.param_shardings)), expected, num_terms)
+    updated, norm = one.apply(fresh_state(one), expected, num_terms)
     for devices in (1, 4, 8):
-        step = make_step(config, devices, loss)
+        step = make_step(devices=devices, loss=loss)
         for parts in (1, 2):
             chunks = [samples[i::parts] for i in range(parts)]
             actual, observed = run(step, params, [plan(chunk, devices) for chunk in chunks])
@@ -192,66 +204,61 @@ def test_splits_over_devices_and_micro_batches_change_nothing(loss: str) -> None
             assert sum(part["loss"].denominator for part in observed) == num_terms
             largest = "sampling/sampling_logp_difference/max"
             assert max(p[largest].numerator for p in observed) == pytest.approx(metrics[0][largest].numerator, abs=1e-5)
-            state = step.init_state(jax.device_put(params, step.param_shardings))
+            state = fresh_state(step)
             state, actual_norm = step.apply(state, jax.device_put(actual, step.param_shardings), num_terms)
             assert float(actual_norm) == pytest.approx(float(norm), rel=1e-5)
             assert_close(jax.tree.map(np.asarray, state.params), jax.tree.map(np.asarray, updated.params))
 
 
 def test_parameters_are_sharded() -> None:
-    step = make_step(make_config(), devices=8)  # data 2 × fsdp 4
-    params = jax.device_put(make_params(make_config()), step.param_shardings)
+    step = make_step(devices=8)  # data 2 × fsdp 4
+    params = jax.device_put(make_params(), step.param_shardings)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
     assert held < 0.3 * whole  # a quarter, and the few leaves that nothing divides
-    state = step.init_state(params)
+    state = fresh_state(step)
     assert int(state.step) == 0
 
 
 def test_apply_divides_by_the_trained_tokens_and_counts_steps() -> None:
-    config = make_config()
-    step, params = make_step(config), make_params(config)
+    step, params = make_step(), make_params()
     gradients = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 6.0, jnp.float32), params)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     before = jax.tree.map(np.asarray, params)
-    state, norm = step.apply(step.init_state(jax.device_put(params, step.param_shardings)), gradients, 3)
+    state, norm = step.apply(fresh_state(step), gradients, 3)
     assert float(norm) == pytest.approx(2.0 * count**0.5, rel=1e-5)
     assert int(state.step) == 1
     assert_close(jax.tree.map(np.asarray, state.params), jax.tree.map(lambda leaf: leaf - 2.0, before))
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
-    config = make_config()
-    step, params = make_step(config), make_params(config)
+    step, params = make_step(), make_params()
     before = jax.tree.map(np.asarray, params)
     gradients = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, jnp.float32), params)
-    state, norm = step.apply(step.init_state(jax.device_put(params, step.param_shardings)), gradients, 3)
+    state, norm = step.apply(fresh_state(step), gradients, 3)
     assert np.isnan(float(norm))
     for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(before), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_remat_changes_nothing() -> None:
-    config = make_config()
-    params, rows = make_params(config), one_row(sample_sets()["shared prompts and forks"])
-    with_remat, _ = run(make_step(config, remat=True), params, [rows])
-    without, _ = run(make_step(config, remat=False), params, [rows])
+    params, rows = make_params(), one_row(sample_sets()["shared prompts and forks"])
+    with_remat, _ = run(make_step(remat=True), params, [rows])
+    without, _ = run(make_step(remat=False), params, [rows])
     assert_close(with_remat, without)
 
 
 def test_bfloat16_gradients_stay_near_float32() -> None:
-    config = make_config()
-    params, rows = make_params(config), one_row(sample_sets()["shared prompts and forks"])
-    exact, _ = run(make_step(config), params, [rows])
-    rounded, _ = run(make_step(config, compute_dtype="bfloat16"), params, [rows])
+    params, rows = make_params(), one_row(sample_sets()["shared prompts and forks"])
+    exact, _ = run(make_step(), params, [rows])
+    rounded, _ = run(make_step(compute_dtype="bfloat16"), params, [rows])
     a, b = (np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)]) for tree in (exact, rounded))
     # bfloat16 keeps 8 bits: a chain of two layers loses a few percent, a wrong cast far more.
     assert a @ b / (np.linalg.norm(a) * np.linalg.norm(b)) > 0.98
 
 
 def test_on_policy_difference_looks_at_the_current_version_only() -> None:
-    config = make_config()
-    step, params = make_step(config), make_params(config)
+    step, params = make_step(), make_params()
     sample = sample_sets()["nothing shared"][0]
     rows = one_row([sample])
     exact = log_probs(step, params, rows)
@@ -266,8 +273,7 @@ def test_on_policy_difference_looks_at_the_current_version_only() -> None:
 
 
 def test_one_program_for_each_bucket() -> None:
-    config = make_config()
-    step, params = make_step(config), make_params(config)
+    step, params = make_step(temperature=1.0), make_params()
     step.compile((128, 256))
     assert step.compile_count == 2
     rows = one_row(sample_sets()["duplicates"])
