@@ -152,7 +152,7 @@ def warm_up(config: ModelConfig, training: Batch, held_out: Batch, target: float
     for step in range(MAX_STEPS):
         batch = rng.integers(0, len(ids), BATCH)
         params, state, loss = update(params, state, ids[batch], mask[batch])
-        if step % 10 == 9:
+        if step % 5 == 4:
             reached = accuracy(config, params, held_out)
             print(f"step {step + 1}: loss {float(loss):.3f}, chance of a right answer {reached:.3f}", flush=True)
             if reached >= target:
@@ -163,7 +163,7 @@ def warm_up(config: ModelConfig, training: Batch, held_out: Batch, target: float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ASSETS)
-    parser.add_argument("--target", type=float, default=0.33)
+    parser.add_argument("--target", type=float, default=0.30)
     parser.add_argument("--max-operand", type=int, default=49)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -14,6 +14,7 @@ Left out: streaming, text prompts, authentication.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import re
@@ -78,9 +79,7 @@ class ServerClient:
         self._client = httpx.AsyncClient(
             base_url=base_url.rstrip("/"),
             timeout=_timeout(timeout_s),
-            # The rollout loop bounds its own concurrency; a second bound here would only hide requests from it.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            transport=transport,
+            transport=transport or SpreadTransport(),
         )
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
@@ -117,6 +116,28 @@ class ServerClient:
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise map_error(exc, label, str(self._client.base_url), self._timeout_s) from exc
         return check_status(response, label)
+
+
+class SpreadTransport(httpx.AsyncBaseTransport):
+    """Spreads requests over several connection pools in turn.
+
+    A pool of httpx looks at each of its connections for every request, so with hundreds of requests in flight a single
+    pool spends most of a core on that.
+    """
+
+    def __init__(self, num_pools: int = 32):
+        context = httpx.create_ssl_context()  # costly, so made once
+        # The rollout loop bounds its own concurrency; a second bound here would only hide requests from it.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._pools = [httpx.AsyncHTTPTransport(verify=context, limits=limits) for _ in range(num_pools)]
+        self._turn = itertools.cycle(self._pools)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return await next(self._turn).handle_async_request(request)
+
+    async def aclose(self) -> None:
+        for pool in self._pools:
+            await pool.aclose()
 
 
 class ControlClient:
