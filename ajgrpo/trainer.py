@@ -35,7 +35,7 @@ from ajgrpo.errors import AjgrpoError, CheckpointError, ConfigError, TrainingDiv
 from ajgrpo.hf import io
 from ajgrpo.interrupts import StopSignal
 from ajgrpo.loggers import METRICS_FILE, Reporters, build_reporters
-from ajgrpo.losses.api import LossFn
+from ajgrpo.losses.api import LossFn, checked
 from ajgrpo.losses.builder import build_loss
 from ajgrpo.metrics import Metrics
 from ajgrpo.models.decoder import param_logical_axes
@@ -246,7 +246,7 @@ class AsyncGRPOTrainer:
         return TrainStep(
             config,
             make_mesh(args.mesh),
-            loss or build_loss(args),
+            checked(loss, "(given in Python)") if loss is not None else build_loss(args),
             optimizer or build_optimizer(args, param_logical_axes(config)),
             settings,
         )

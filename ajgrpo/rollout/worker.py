@@ -1,6 +1,6 @@
 """The rollout loop in a process of its own.
 
-    trainer's process                                    worker's process (spawned; no GPU, no SIGINT)
+    trainer's process                                    worker's process (spawned; no GPU, no signals)
     AsyncRolloutWorker ── pickled spec (pipe) ─────────▶ _child_main: AsyncRolloutLoop.run()
       rollout_queue ◀┐                                      │ publish, report
       metrics_queue ◀┼── receive thread ◀── pipe ◀── send thread
@@ -47,8 +47,8 @@ CHILD_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
 """Set for the worker's process: reward functions and tools must not take the trainer's accelerators."""
 
 STOP_TIMEOUT_S = 10.0
-TERMINATE_TIMEOUT_S = 3.0
-"""How long to wait after asking the worker to stop, and then after SIGTERM, before SIGKILL."""
+KILL_TIMEOUT_S = 3.0
+"""How long to wait after asking the worker to stop, and then after SIGKILL."""
 
 FLUSH_TIMEOUT_S = 5.0
 """How long a worker that ends waits for its last records to be read."""
@@ -131,12 +131,11 @@ class AsyncRolloutWorker:
         try:
             process.join(timeout_s)
         finally:  # also when the wait is interrupted
-            for force in (process.terminate, process.kill):
-                if process.is_alive():
-                    force()
-                    process.join(TERMINATE_TIMEOUT_S)
+            if process.is_alive():
+                process.kill()
+                process.join(KILL_TIMEOUT_S)
         assert self._receiver is not None
-        self._receiver.join(TERMINATE_TIMEOUT_S)
+        self._receiver.join(KILL_TIMEOUT_S)
         process.close()
         atexit.unregister(self.stop)
 
@@ -297,7 +296,9 @@ class _SendThread:
 
 def _child_main(spec_inbox: Connection, state: SharedState, outbox: Connection) -> None:
     """Runs the loop and reports how it ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes; the trainer decides
+    # Ctrl-C, and a scheduler's SIGTERM, reach both processes; the trainer decides, and stops this one in order.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     logging.basicConfig(level=logging.WARNING, format="[rollout worker] %(levelname)s %(name)s: %(message)s")
     sender = _SendThread(outbox)
