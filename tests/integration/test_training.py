@@ -18,7 +18,7 @@ import yaml
 from ajgrpo.arithmetic import make_dataset
 from ajgrpo.callbacks import TrainerCallback
 from ajgrpo.config import AsyncGRPOConfig
-from ajgrpo.errors import ConfigError, DatasetError, PicklingError, ServerUnreachableError
+from ajgrpo.errors import ConfigError, DatasetError, PicklingError, ServerTimeoutError
 from ajgrpo.hf import io
 from ajgrpo.parts import model_source
 from ajgrpo.rewards import exact_match_reward
@@ -126,7 +126,7 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path) -> None:
     blocked.write_text("")
     with pytest.raises(ConfigError, match="output_dir"):
         make_trainer(blocked / "below", max_steps=1).train()
-    with pytest.raises(ServerUnreachableError):
+    with pytest.raises(ServerTimeoutError, match="no server answers"):
         changes = {"vllm_server_base_url": "http://127.0.0.1:9", "vllm_server_timeout": 0.5}
         make_trainer(tmp_path, max_steps=1, **changes).train()
 
