@@ -23,6 +23,7 @@ def arithmetic_rows(
     operation: str = "+",
     template: str = "{a}{op}{b}=",
     system_prompt: str | None = None,
+    num_examples: int = 0,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
     """Rows with ``prompt`` (messages) and ``answer`` (the result in decimal digits).
@@ -34,17 +35,20 @@ def arithmetic_rows(
         operation: ``+``, ``-`` or ``*``.
         template: user message with the fields ``{a}``, ``{op}`` and ``{b}``.
         system_prompt: an optional system message.
+        num_examples: solved exercises, each a user and an assistant message, before the one to solve.
         seed: operands are drawn uniformly from ``numpy.random.default_rng(seed)``.
     """
     if operation not in OPERATIONS:
         raise ValueError(f"operation must be one of {', '.join(OPERATIONS)}, got {operation!r}")
-    operands = np.random.default_rng(seed).integers(min_operand, max_operand + 1, (num_prompts, 2))
-    answers = OPERATIONS[operation](operands[:, 0], operands[:, 1])
+    operands = np.random.default_rng(seed).integers(min_operand, max_operand + 1, (num_prompts, num_examples + 1, 2))
+    results = OPERATIONS[operation](operands[..., 0], operands[..., 1])
     rows = []
-    for (a, b), answer in zip(operands.tolist(), answers.tolist(), strict=True):
-        system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        user = {"role": "user", "content": template.format(a=a, b=b, op=operation)}
-        rows.append({"prompt": [*system, user], "answer": str(answer)})
+    for pairs, answers in zip(operands.tolist(), results.tolist(), strict=True):
+        messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        for (a, b), answer in zip(pairs, answers, strict=True):
+            messages.append({"role": "user", "content": template.format(a=a, b=b, op=operation)})
+            messages.append({"role": "assistant", "content": str(answer)})
+        rows.append({"prompt": messages[:-1], "answer": messages[-1]["content"]})
     return rows
 
 
