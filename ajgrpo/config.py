@@ -24,6 +24,8 @@ EMBEDDED = "embedded"
 MASTER_DTYPES = ("auto", "bfloat16", "float16", "float32")
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
 DECAYING_SCHEDULES = ("linear", "cosine")
+UNDECAYED = ("adam", "sgd")
+"""Optimizers without weight decay."""
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adafactor")
 REPORTERS = ("tensorboard", "wandb", "trackio")
 SAVE_STRATEGIES = ("no", "steps", "epoch")
@@ -330,6 +332,10 @@ def combination_violations(c: AsyncGRPOConfig) -> list[str]:
         (
             c.lr_scheduler_type not in DECAYING_SCHEDULES or c.max_steps <= 0 or c.warmup_steps < c.max_steps,
             f"warmup_steps must be below max_steps, got {c.warmup_steps} and {c.max_steps}",
+        ),
+        (
+            not c.weight_decay or c.optim not in UNDECAYED,
+            f"weight_decay must be 0 with optim={c.optim!r}, which has none, got {c.weight_decay}; use 'adamw'",
         ),
         (
             low <= high,

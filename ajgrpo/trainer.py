@@ -15,8 +15,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import shutil
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -25,7 +23,7 @@ from typing import Any
 
 import jax
 import optax
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ajgrpo.backend import Backend, BackendParts, Times
 from ajgrpo.callbacks import CallbackHandler, TrainerCallback, TrainerControl, TrainerState
@@ -43,6 +41,7 @@ from ajgrpo.packing.batch import batch_metrics, bucket_sizes, build_batch, choos
 from ajgrpo.packing.planner import Row
 from ajgrpo.rollout.api import RolloutWorker
 from ajgrpo.rollout.loop import AsyncRolloutLoop
+from ajgrpo.saving import check_writable, load_tokenizer, upload_model, write_companions
 from ajgrpo.training import checkpoint as checkpoints
 from ajgrpo.training.checkpoint import RunProgress
 from ajgrpo.training.intake import IntakeLimits, SampleIntake, StopRequested
@@ -206,7 +205,7 @@ class AsyncGRPOTrainer:
             self.model_config,
             self.params,
             dtype=self.args.compute_dtype,
-            write_extras=self._write_extras,
+            write_extras=lambda path: write_companions(path, self.model_dir, self.processing_class),
         )
 
     def push_to_hub(self, commit_message: str = "End of training", **kwargs: Any) -> str:
@@ -215,21 +214,7 @@ class AsyncGRPOTrainer:
         Raises:
             ConfigError: ``hub_model_id`` is not set.
         """
-        from huggingface_hub import HfApi
-
-        if self.args.hub_model_id is None:
-            raise ConfigError("push_to_hub needs hub_model_id (for example 'my-name/my-model')")
-        api = HfApi(token=self.args.hub_token)
-        api.create_repo(self.args.hub_model_id, private=self.args.hub_private_repo, exist_ok=True)
-        with tempfile.TemporaryDirectory() as directory:
-            self.save_model(Path(directory) / "model")
-            commit = api.upload_folder(
-                repo_id=self.args.hub_model_id,
-                folder_path=Path(directory) / "model",
-                commit_message=commit_message,
-                **kwargs,
-            )
-        return str(commit.commit_url)
+        return upload_model(self.args, self.save_model, commit_message, **kwargs)
 
     # ---- starting -------------------------------------------------------------------------------------------------
 
@@ -486,45 +471,6 @@ class AsyncGRPOTrainer:
 
     def _call(self, event: str, run: _Run, **kwargs: Any) -> None:
         self.handler.call(event, self.args, run.trainer_state, run.control, **kwargs)
-
-    def _write_extras(self, directory: Path) -> None:
-        """Tokenizer and generation settings beside the weights."""
-        self.processing_class.save_pretrained(directory)
-        generation = self.model_dir / io.GENERATION_CONFIG
-        if generation.exists():
-            shutil.copy(generation, directory)
-
-
-def load_tokenizer(directory: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory.
-
-    Raises:
-        CheckpointError: there is none, or it has no chat template.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as exc:
-        raise CheckpointError(f"cannot load a tokenizer from {directory}: {exc}; pass processing_class") from exc
-    if not tokenizer.chat_template:
-        raise CheckpointError(
-            f"the tokenizer of {directory} has no chat template, which prompts are rendered with; pass a "
-            "processing_class that has one (an instruction-tuned model's)"
-        )
-    return tokenizer
-
-
-def check_writable(directory: Path) -> None:
-    """Makes the output directory.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as exc:
-        raise ConfigError(f"output_dir={str(directory)!r} cannot be written: {exc.strerror}; set another one") from exc
 
 
 def _as_list(value: Callable[..., Any] | Sequence[Callable[..., Any]] | None) -> list[Callable[..., Any]]:

@@ -36,6 +36,8 @@ INVALID = [
     (dict(max_steps=0), "max_steps must be -1 (unset) or above 0, got 0"),
     (dict(num_train_epochs=0), "num_train_epochs must be above 0 when max_steps is unset, got 0"),
     (dict(lr_scheduler_type="cosine"), "lr_scheduler_type='cosine' needs max_steps"),
+    (dict(optim="adam", weight_decay=0.1), "weight_decay must be 0 with optim='adam', which has none, got 0.1"),
+    (dict(optim="sgd", weight_decay=0.1), "weight_decay must be 0 with optim='sgd', which has none, got 0.1"),
     (
         dict(lr_scheduler_type="linear", max_steps=5, warmup_steps=5),
         "warmup_steps must be below max_steps, got 5 and 5",

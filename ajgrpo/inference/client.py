@@ -14,6 +14,7 @@ Left out: streaming, text prompts, authentication.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
@@ -136,8 +137,9 @@ class SpreadTransport(httpx.AsyncBaseTransport):
         return await next(self._turn).handle_async_request(request)
 
     async def aclose(self) -> None:
-        for pool in self._pools:
-            await pool.aclose()
+        async with contextlib.AsyncExitStack() as stack:  # each is closed, whatever closing another raises
+            for pool in self._pools:
+                stack.push_async_callback(pool.aclose)
 
 
 class ControlClient:

@@ -10,6 +10,7 @@ dropped; no wait passes without looking at the worker's health, the stall bound 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import queue
 import time
 from collections import Counter
@@ -22,8 +23,13 @@ from ajgrpo.rollout.api import QueueLike
 from ajgrpo.training.progress import PromptLedger
 from ajgrpo.types import GroupDone, RolloutSample
 
+logger = logging.getLogger(__name__)
+
 POLL_S = 0.5
 """How long one look into the queue waits before health and stop requests are looked at again."""
+
+REPORT_INTERVAL_S = 30.0
+"""How often a wait in which nothing trainable arrives is reported."""
 
 
 class StopRequested(Exception):
@@ -75,7 +81,7 @@ class SampleIntake:
         self._samples, self._limits, self._ledger, self._metrics = samples, limits, ledger, metrics
         self._on_taken, self._check_health, self._stop_requested = on_taken, check_health, stop_requested
         self._held_over: RolloutSample | None = None
-        self._last_useful = time.monotonic()
+        self._last_useful = self._last_report = time.monotonic()
         self._fruitless: Counter[str] = Counter()
 
     @property
@@ -99,7 +105,7 @@ class SampleIntake:
         """
         planner = MicroBatchPlanner(self._limits.num_rows, self._limits.token_budget)
         waited = 0.0
-        self._last_useful = time.monotonic()
+        self._last_useful = self._last_report = time.monotonic()
         while True:
             start = time.monotonic()
             sample = self._next_sample()
@@ -115,9 +121,7 @@ class SampleIntake:
                 self._held_over = sample
                 return planner.rows, waited
             if placement is Placement.OVERSIZE:
-                self._drop(
-                    sample, "batch/dropped_oversize_count", f"longer than token_budget={self._limits.token_budget}"
-                )
+                self._drop_oversize(sample)
                 continue
             self._note_useful(sample, version)
 
@@ -154,6 +158,15 @@ class SampleIntake:
         self._drop(sample, "sample/dropped_stale_count", f"older than max_staleness={self._limits.max_staleness}")
         return True
 
+    def _drop_oversize(self, sample: RolloutSample) -> None:
+        budget = self._limits.token_budget
+        logger.warning(
+            "dropped a sample of %d tokens and %d loss terms (prompt of dataset row %d): a row holds at most "
+            "token_budget=%d of each; raise it",
+            *(sample.num_tokens, sample.num_trained, sample.row_index, budget),
+        )
+        self._drop(sample, "batch/dropped_oversize_count", f"longer than token_budget={budget}")
+
     def _drop(self, sample: RolloutSample, counter: str, reason: str) -> None:
         self._metrics.add(counter, 1)
         self._ledger.resolve(sample.prompt_index)
@@ -161,7 +174,7 @@ class SampleIntake:
         self._check_stalled()
 
     def _note_useful(self, sample: RolloutSample, version: int) -> None:
-        self._last_useful = time.monotonic()
+        self._last_useful = self._last_report = time.monotonic()
         self._fruitless.clear()
         metrics = self._metrics
         for reduced in ("mean", "max"):
@@ -171,11 +184,15 @@ class SampleIntake:
         metrics.add("sample/time_in_queue_s", time.monotonic() - sample.queued_at)
 
     def _check_stalled(self) -> None:
-        silent = time.monotonic() - self._last_useful
-        if silent <= self._limits.stall_timeout_s:
-            return
+        """Reports a wait in which nothing trainable arrives now and then, and ends it at its bound."""
+        now = time.monotonic()
+        silent = now - self._last_useful
         seen = "; ".join(f"{count} {reason}" for reason, count in self._fruitless.items()) or "nothing at all"
-        raise TrainingStalledError(
-            f"no trainable sample arrived for {silent:.0f} s (rollout_stall_timeout={self._limits.stall_timeout_s}); "
-            f"what did arrive: {seen}"
-        )
+        if silent > self._limits.stall_timeout_s:
+            raise TrainingStalledError(
+                f"no trainable sample arrived for {silent:.0f} s (rollout_stall_timeout="
+                f"{self._limits.stall_timeout_s}); what did arrive: {seen}"
+            )
+        if now - self._last_report >= REPORT_INTERVAL_S:
+            self._last_report = now
+            logger.info("no trainable sample for %.0f s; what did arrive: %s", silent, seen)

@@ -237,12 +237,14 @@ class TrainStep:
         # The inner where keeps a padded term's inf or nan out of the sum, and so out of the gradient.
         loss = jnp.where(mask, per_token, 0.0).sum()
         difference = jnp.abs(log_probs - row.old_log_probs)
+        # A sampled token outside the candidate set has probability 0 here: the loss masks it, nothing to compare.
+        compared = mask & jnp.isfinite(difference)
         values = {
             "loss": (per_token, mask),
             "entropy": (extras.entropy, mask),
-            "sampling/sampling_logp_difference/mean": (difference, mask),
-            "sampling/sampling_logp_difference/max": (difference, mask),
-            "sampling/on_policy_logp_difference/max": (difference, mask & (row.term_versions == version)),
+            "sampling/sampling_logp_difference/mean": (difference, compared),
+            "sampling/sampling_logp_difference/max": (difference, compared),
+            "sampling/on_policy_logp_difference/max": (difference, compared & (row.term_versions == version)),
             **{name: (metric, mask) for name, metric in metrics.items()},
         }
         return loss, jax.tree.map(lax.stop_gradient, values)

@@ -15,7 +15,15 @@ from ajgrpo.errors import (
     ServerUnreachableError,
 )
 from ajgrpo.inference import protocol
-from ajgrpo.inference.client import ControlClient, ServerClient, backoff, is_retryable, map_error, parse_metrics
+from ajgrpo.inference.client import (
+    ControlClient,
+    ServerClient,
+    SpreadTransport,
+    backoff,
+    is_retryable,
+    map_error,
+    parse_metrics,
+)
 from ajgrpo.inference.protocol import GenerateRequest, GenerateResponse, SamplingParams
 
 URL = "http://server:8000"
@@ -242,3 +250,18 @@ def test_metrics_are_summed_over_engines_and_info_labels_become_numbers():
         "vllm:cache_config_info/kv_cache_size_tokens": 524288.0,
         "process_open_fds": 34.0,
     }
+
+
+def test_every_pool_is_closed_whatever_closing_another_raises():
+    closed = []
+
+    class Pool:
+        async def aclose(self):
+            closed.append(self)
+            raise OSError("cannot close")
+
+    transport = SpreadTransport(num_pools=3)
+    transport._pools = [Pool(), Pool(), Pool()]
+    with pytest.raises(OSError, match="cannot close"):
+        asyncio.run(transport.aclose())
+    assert len(set(map(id, closed))) == 3

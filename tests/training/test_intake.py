@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import queue
 import time
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from ajgrpo.errors import TrainingStalledError, WorkerDiedError
 from ajgrpo.metrics import Metrics
+from ajgrpo.training import intake as intake_module
 from ajgrpo.training.intake import IntakeLimits, SampleIntake, StopRequested
 from ajgrpo.training.progress import PromptLedger
 from ajgrpo.types import GroupDone
@@ -101,3 +103,31 @@ def test_a_stall_says_what_arrived_instead() -> None:
     intake, *_ = make_intake([GroupDone(0, 0), GroupDone(1, 0), sample(2)], stall_timeout_s=0.01)
     with pytest.raises(TrainingStalledError, match=r"rollout_stall_timeout=0.01.*2 groups without a trainable sample"):
         intake.next_micro_batch(version=9)
+
+
+def test_a_long_wait_is_reported_with_what_arrived(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(intake_module, "REPORT_INTERVAL_S", 0.0)
+    intake, *_ = make_intake([GroupDone(0, 0), GroupDone(1, 0)], error=WorkerDiedError("at the end of the queue"))
+    with caplog.at_level(logging.INFO, "ajgrpo"), pytest.raises(WorkerDiedError):
+        intake.next_micro_batch(version=0)
+    assert len(caplog.messages) == 2
+    assert "no trainable sample for 0 s; what did arrive: 2 groups without a trainable" in caplog.messages[1]
+
+
+def test_a_short_wait_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    intake, *_ = make_intake([GroupDone(0, 0), sample(1), sample(2), sample(3)])
+    with caplog.at_level(logging.INFO, "ajgrpo"):
+        intake.next_micro_batch(version=0)
+    assert caplog.messages == []
+
+
+def test_an_oversize_sample_is_named_with_its_length_and_the_bound(caplog: pytest.LogCaptureFixture) -> None:
+    intake, *_ = make_intake([sample(7, length=17), sample(8), GroupDone(7, 1), GroupDone(8, 1)], num_prompts=2)
+    rows, _ = intake.next_micro_batch(version=0)
+    assert [s.prompt_index for s in rows[0].samples] == [8]
+    assert caplog.messages == [
+        "dropped a sample of 17 tokens and 16 loss terms (prompt of dataset row 7): a row holds at most "
+        "token_budget=16 of each; raise it"
+    ]

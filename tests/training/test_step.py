@@ -272,6 +272,23 @@ def test_on_policy_difference_looks_at_the_current_version_only() -> None:
         assert metrics["sampling/on_policy_logp_difference/max"].numerator < 1e-5
 
 
+def test_a_token_outside_its_candidate_set_has_no_difference_to_measure() -> None:
+    step, params = make_step(num_candidates=4), make_params()
+    sample = sample_sets()["nothing shared"][0]
+    targets = sample.input_ids[sample.trained_positions]
+    candidates = (targets[:, None] + np.arange(4)) % VOCAB
+    candidates[0] = (targets[0] + 1 + np.arange(4)) % VOCAB  # the first term's own token is missing
+    sample = dataclasses.replace(sample, candidate_ids=candidates.astype(np.int32))
+    batch = build_batch(one_row([sample]), SIZE, num_sampler_logprobs=TOP_K, num_candidates=4)
+    gradients, observed = step.accumulate(
+        jax.device_put(params, step.param_shardings), step.zero_gradients(), batch, version=0
+    )
+    metrics = {item.name: item for item in observations(observed)}
+    assert metrics["sampling/sampling_logp_difference/mean"].denominator == sample.num_trained - 1
+    assert np.isfinite(metrics["sampling/sampling_logp_difference/max"].numerator)
+    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(gradients))
+
+
 def test_one_program_for_each_bucket() -> None:
     step, params = make_step(temperature=1.0), make_params()
     step.compile((128, 256))

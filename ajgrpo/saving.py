@@ -1,0 +1,79 @@
+"""Where a trained model goes: a directory in Hugging Face format, and the hub."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ajgrpo.config import AsyncGRPOConfig
+from ajgrpo.errors import CheckpointError, ConfigError
+from ajgrpo.hf import io
+
+
+def load_tokenizer(directory: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory.
+
+    Raises:
+        CheckpointError: there is none, or it has no chat template.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as exc:
+        raise CheckpointError(f"cannot load a tokenizer from {directory}: {exc}; pass processing_class") from exc
+    if not tokenizer.chat_template:
+        raise CheckpointError(
+            f"the tokenizer of {directory} has no chat template, which prompts are rendered with; pass a "
+            "processing_class that has one (an instruction-tuned model's)"
+        )
+    return tokenizer
+
+
+def write_companions(directory: Path, model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Writes what stands beside the weights: the tokenizer, and the generation settings of ``model_dir``."""
+    tokenizer.save_pretrained(directory)
+    generation = model_dir / io.GENERATION_CONFIG
+    if generation.exists():
+        shutil.copy(generation, directory)
+
+
+def upload_model(config: AsyncGRPOConfig, save_model: Callable[[Path], None], message: str, **kwargs: Any) -> str:
+    """Uploads what ``save_model`` writes to ``config.hub_model_id``; returns the commit's address.
+
+    Args:
+        save_model: writes the model into the directory that it is given.
+        message: the commit's message.
+        kwargs: options of ``huggingface_hub.HfApi.upload_folder``.
+
+    Raises:
+        ConfigError: ``hub_model_id`` is not set.
+    """
+    from huggingface_hub import HfApi
+
+    if config.hub_model_id is None:
+        raise ConfigError("push_to_hub needs hub_model_id (for example 'my-name/my-model')")
+    api = HfApi(token=config.hub_token)
+    api.create_repo(config.hub_model_id, private=config.hub_private_repo, exist_ok=True)
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory) / "model"
+        save_model(folder)
+        commit = api.upload_folder(repo_id=config.hub_model_id, folder_path=folder, commit_message=message, **kwargs)
+    return str(commit.commit_url)
+
+
+def check_writable(directory: Path) -> None:
+    """Makes the output directory.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as exc:
+        raise ConfigError(f"output_dir={str(directory)!r} cannot be written: {exc.strerror}; set another one") from exc
