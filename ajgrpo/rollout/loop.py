@@ -319,7 +319,7 @@ class AsyncRolloutLoop:
                 self._skip(group.prompt, "too long for the server's max_model_len")
             else:
                 self._metrics.add("rollout/failed_group_count", 1)
-                self._publish(GroupDone(group.prompt.index, 0))
+                self._announce(GroupDone(group.prompt.index, 0))
             return
         collected = collect(group)
         add_rollout_metrics(self._metrics, collected, self._spec.eos_token_ids)
@@ -327,7 +327,7 @@ class AsyncRolloutLoop:
             await self._score_queue.put(collected)
 
     def _skip(self, prompt: Prompt, reason: str) -> None:
-        self._publish(GroupDone(prompt.index, 0))
+        self._announce(GroupDone(prompt.index, 0))
         self._guard.skip(prompt, reason)
 
     # Scoring
@@ -351,8 +351,13 @@ class AsyncRolloutLoop:
         self._pacer.finish_group(collected.num_tokens, sum(sample.num_tokens for sample in samples))
         for sample in samples:
             self._publish(sample)
-        self._publish(GroupDone(collected.prompt.index, len(samples)))
+        self._announce(GroupDone(collected.prompt.index, len(samples)))
         self._wake.set()
+
+    def _announce(self, done: GroupDone) -> None:
+        """Ends a group. Its metrics go first, so that the last window of a run holds those of its last group."""
+        self._report_to(self._metrics.drain())
+        self._publish(done)
 
 
 class _Reported:

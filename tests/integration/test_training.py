@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,15 +15,27 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from datasets import Dataset
 
-from ajgrpo.arithmetic import make_dataset
+from ajgrpo.arithmetic import arithmetic_rows, make_dataset
 from ajgrpo.callbacks import TrainerCallback
 from ajgrpo.config import AsyncGRPOConfig
-from ajgrpo.errors import ConfigError, DatasetError, PicklingError, ServerTimeoutError
+from ajgrpo.errors import (
+    AjgrpoError,
+    CheckpointError,
+    ConfigError,
+    DatasetError,
+    PicklingError,
+    ServerError,
+    ServerTimeoutError,
+    UnsupportedModelError,
+)
 from ajgrpo.hf import io
 from ajgrpo.parts import model_source
 from ajgrpo.rewards import exact_match_reward
 from ajgrpo.trainer import AsyncGRPOTrainer
+from tests.conftest import marked_processes
+from tests.integration.rewards import turns_into_text
 
 MODEL = model_source("builtin:tiny-arithmetic")
 OPTIONS: dict[str, Any] = {
@@ -72,11 +85,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output_dir
 
 
-def test_server_and_trainer_agree_after_every_push(finished: Path) -> None:
+def test_server_and_trainer_agree_while_generation_goes_on(finished: Path) -> None:
+    """In-flight requests included: they go on under the new weights after a push."""
     values = [line.get("sampling/on_policy_logp_difference/max") for line in read_metrics(finished)]
-    measured = [value for value in values if value is not None]
-    assert len(measured) >= 4
-    assert max(measured) < 1e-4
+    measured = [value for value in values if value is not None]  # a step may train older tokens only
+    assert measured and max(measured) < 1e-4
+
+
+def test_server_and_trainer_agree_after_every_push(tmp_path: Path) -> None:
+    make_trainer(tmp_path, max_steps=4, max_staleness=0, save_strategy="no").train()
+    values = [line["sampling/on_policy_logp_difference/max"] for line in read_metrics(tmp_path)]
+    assert len(values) == 4
+    assert max(values) < 1e-4
 
 
 def test_programs_are_compiled_once(finished: Path) -> None:
@@ -129,6 +149,56 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ServerTimeoutError, match="no server answers"):
         changes = {"vllm_server_base_url": "http://127.0.0.1:9", "vllm_server_timeout": 0.5}
         make_trainer(tmp_path, max_steps=1, **changes).train()
+
+
+def test_models_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
+    def trainer(model: Path) -> AsyncGRPOTrainer:
+        return AsyncGRPOTrainer(str(model), exact_match_reward, train_dataset=make_dataset(4), args=AsyncGRPOConfig())
+
+    with pytest.raises(CheckpointError, match=str(tmp_path / "absent")):
+        trainer(tmp_path / "absent")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
+    with pytest.raises(UnsupportedModelError, match="mamba"):
+        trainer(tmp_path)
+    shutil.copytree(MODEL, tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=str(tmp_path / "cut")):
+        trainer(tmp_path / "cut")
+
+
+def test_a_reward_that_turns_bad_ends_the_run_by_name_and_what_was_trained_is_saved(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=10000, reward_funcs=turns_into_text)
+    with pytest.raises(AjgrpoError, match=r"(?s)turns_into_text.*'0\.5'"):
+        trainer.train()
+    trained = read_metrics(tmp_path)[-1]["step"]
+    assert trained >= 1
+    assert (tmp_path / f"checkpoint-{trained}" / "model.safetensors").exists()
+
+
+def test_prompts_longer_than_the_server_takes_are_skipped_and_counted(tmp_path: Path) -> None:
+    rows = arithmetic_rows(16, max_operand=49)
+    for row in rows[::2]:
+        row["prompt"][0]["content"] = "1+" * 64
+    dataset = Dataset.from_list(rows)
+    result = make_trainer(tmp_path, num_train_epochs=1.0, train_dataset=dataset, save_strategy="no").train()
+    assert result.metrics["epoch"] == 1.0
+    assert sum(line.get("rollout/prompt_too_long_count", 0) for line in read_metrics(tmp_path)) == 8
+
+
+def test_a_server_that_dies_ends_the_run_with_its_log_and_what_was_trained_is_saved(tmp_path: Path) -> None:
+    class KillServer(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                (server,) = [pid for pid, command in marked_processes().items() if "ajgrpo.serve" in command]
+                os.kill(server, signal.SIGKILL)
+
+    trainer = make_trainer(tmp_path, max_steps=10000, callbacks=[KillServer()])
+    with pytest.raises(AjgrpoError) as caught:
+        trainer.train()
+    assert isinstance(caught.value, ServerError) or "server" in str(caught.value)
+    steps = [int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*")]
+    assert len(steps) == 1 and steps[0] >= 2
 
 
 def test_ctrl_c_saves_and_stops_everything(tmp_path: Path) -> None:
