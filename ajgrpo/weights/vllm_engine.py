@@ -33,10 +33,9 @@ try:
     from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-    from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 except ImportError as exc:
     raise ImportError(
-        f"the weight transfer backend {base.BACKEND!r} of ajgrpo is written for vLLM 0.32 and lacks something in "
+        f"the weight transfer backend {base.BACKEND!r} of ajgrpo knows vLLM 0.28 to 0.32 and lacks something in "
         f"{vllm.__version__}: {exc}; install vLLM 0.32, or use the backend 'nccl'"
     ) from exc
 
@@ -135,7 +134,7 @@ class HostEngine(WeightTransferEngine):
             parameters = [parameter for parameter in module.parameters(recurse=False) if parameter is not None]
             if not info.can_load() or not parameters or (tied and isinstance(module, ParallelLMHead)):
                 continue
-            wanted = sum(get_tensor_load_numel(parameter) for parameter in parameters)
+            wanted = sum(getattr(parameter, "weight_loader_numel", parameter.numel()) for parameter in parameters)
             # A vocabulary table is one tensor, whose rows of padding are never loaded.
             padded = isinstance(module, VocabParallelEmbedding) and info.load_numel > 0
             if info.load_numel < wanted and not padded:
