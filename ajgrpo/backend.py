@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import queue
 import time
 from collections import defaultdict
@@ -19,6 +20,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ajgrpo import preflight
+from ajgrpo.canary import Canary, ModelScorer, canary_prompts
 from ajgrpo.config import EMBEDDED, AsyncGRPOConfig
 from ajgrpo.errors import ServerError
 from ajgrpo.hf import mapping
@@ -31,6 +33,8 @@ from ajgrpo.rollout.worker import AsyncRolloutWorker, WorkerSpec
 from ajgrpo.server.launch import EmbeddedServer
 from ajgrpo.weights.base import BACKEND, WeightTransfer
 from ajgrpo.weights.host import HostWeightTransfer
+
+logger = logging.getLogger(__name__)
 
 Times = defaultdict[str, float]
 """Seconds by name."""
@@ -84,6 +88,7 @@ class Backend:
         self._worker, self._transfer = worker, transfer
         self._spawned: AsyncRolloutWorker | None = None
         self._server: EmbeddedServer | None = None
+        self._canary: Canary | None = None
         self._stack = contextlib.ExitStack()
         self._base_url = config.vllm_server_base_url
         self._model_name, self._max_model_len = "", 0
@@ -98,7 +103,8 @@ class Backend:
         """Starts the embedded server if it is asked for, waits until the server answers, and prepares the transfer.
 
         Raises:
-            ServerError: it does not start or answer in time, or lacks what training needs.
+            ServerIncompatibleError: it lacks what training needs; with everything that is lacking.
+            ServerError: it does not start or answer in time.
         """
         config = self.config
         if self._base_url == EMBEDDED:
@@ -125,6 +131,8 @@ class Backend:
         if self._transfer is None:
             manifest = mapping.checkpoint_manifest(self.parts.model_config, config.compute_dtype)
             self._transfer = HostWeightTransfer(control, manifest, deadline_s=config.vllm_server_timeout)
+            prompts = canary_prompts(self.parts.tokenizer, self._max_model_len)
+            self._canary = Canary(control, self._model_name, prompts, config)
         self._stack.callback(self._transfer.destroy)
         self._transfer.init()
 
@@ -168,6 +176,7 @@ class Backend:
 
         Raises:
             WeightTransferError: with the phase that failed.
+            ServerIncompatibleError: the server's log-probs are not those of the new weights.
         """
         assert self._transfer is not None, "start_server comes first"
         start = time.perf_counter()
@@ -183,6 +192,14 @@ class Backend:
         times["weight_sync_pause_s"] += paused - start
         times["weight_sync_transfer_s"] += sent - paused
         times["weight_sync_s"] += time.perf_counter() - start
+        if self._canary is not None and self._canary_is_due():
+            scorer = ModelScorer(self.parts.model_config, params, config.compute_dtype)
+            difference = self._canary.check(scorer, self.version)
+            logger.info("canary after push %d: mean difference of log-probs %.2g", self.version, difference)
+
+    def _canary_is_due(self) -> bool:
+        steps = self.config.canary_steps
+        return self.version == 0 or (steps > 0 and self.version * self.config.weight_sync_steps % steps == 0)
 
     def allow(self, tokens: int) -> None:
         """Lets the worker hold at most ``tokens`` tokens queued or in flight."""
