@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import queue
 import time
 from collections import defaultdict
@@ -18,6 +19,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ajgrpo import preflight
+from ajgrpo.canary import Canary, ModelScorer, canary_prompts
 from ajgrpo.config import EMBEDDED, AsyncGRPOConfig
 from ajgrpo.errors import ServerError, ServerIncompatibleError
 from ajgrpo.hf import mapping
@@ -28,8 +31,10 @@ from ajgrpo.rollout.api import PacedRolloutWorker, RolloutWorker
 from ajgrpo.rollout.loop import AsyncRolloutLoop
 from ajgrpo.rollout.worker import AsyncRolloutWorker, WorkerSpec
 from ajgrpo.server.launch import EmbeddedServer
-from ajgrpo.weights.base import WeightTransfer
+from ajgrpo.weights.base import BACKEND, WeightTransfer
 from ajgrpo.weights.host import HostWeightTransfer
+
+logger = logging.getLogger(__name__)
 
 Times = defaultdict[str, float]
 """Seconds by name."""
@@ -83,6 +88,7 @@ class Backend:
         self._worker, self._transfer = worker, transfer
         self._spawned: AsyncRolloutWorker | None = None
         self._server: EmbeddedServer | None = None
+        self._canary: Canary | None = None
         self._stack = contextlib.ExitStack()
         self._base_url = config.vllm_server_base_url
         self._model_name, self._max_model_len = "", 0
@@ -97,7 +103,8 @@ class Backend:
         """Starts the embedded server if it is asked for, waits until the server answers, and prepares the transfer.
 
         Raises:
-            ServerError: it does not start or answer in time, or lacks what training needs.
+            ServerIncompatibleError: it lacks what training needs; with everything that is lacking.
+            ServerError: it does not start or answer in time.
         """
         config = self.config
         if self._base_url == EMBEDDED:
@@ -114,12 +121,19 @@ class Backend:
         control = ControlClient(self._base_url, timeout_s=config.vllm_server_timeout)
         self._stack.callback(control.close)
         control.wait_until_ready(config.vllm_server_timeout)
+        own_transfer = self._transfer is not None
+        needs = preflight.needs_of(
+            config, self.parts.model_config, self.parts.tokenizer, None if own_transfer else BACKEND
+        )
+        preflight.require(preflight.inspect(control, needs))
         self._model_name, self._max_model_len = control.models()
         self._check_length()
         self.token_budget = config.token_budget or self._max_model_len
         if self._transfer is None:
             manifest = mapping.checkpoint_manifest(self.parts.model_config, config.compute_dtype)
             self._transfer = HostWeightTransfer(control, manifest, deadline_s=config.vllm_server_timeout)
+            prompts = canary_prompts(self.parts.tokenizer, self._max_model_len)
+            self._canary = Canary(control, self._model_name, prompts, config)
         self._stack.callback(self._transfer.destroy)
         self._transfer.init()
 
@@ -176,6 +190,7 @@ class Backend:
 
         Raises:
             WeightTransferError: with the phase that failed.
+            ServerIncompatibleError: the server's log-probs are not those of the new weights.
         """
         assert self._transfer is not None, "start_server comes first"
         start = time.perf_counter()
@@ -191,6 +206,14 @@ class Backend:
         times["weight_sync_pause_s"] += paused - start
         times["weight_sync_transfer_s"] += sent - paused
         times["weight_sync_s"] += time.perf_counter() - start
+        if self._canary is not None and self._canary_is_due():
+            scorer = ModelScorer(self.parts.model_config, params, config.compute_dtype)
+            difference = self._canary.check(scorer, self.version)
+            logger.info("canary after push %d: mean difference of log-probs %.2g", self.version, difference)
+
+    def _canary_is_due(self) -> bool:
+        steps = self.config.canary_steps
+        return self.version == 0 or (steps > 0 and self.version * self.config.weight_sync_steps % steps == 0)
 
     def allow(self, tokens: int) -> None:
         """Lets the worker hold at most ``tokens`` tokens queued or in flight."""

@@ -59,6 +59,8 @@ LEAST: dict[str, int] = {
     "logging_steps": 1,
     "save_steps": 1,
     "save_total_limit": 1,
+    "canary_steps": 0,
+    "canary_tolerance": 0,
     "embedded_max_num_seqs": 1,
     "embedded_max_model_len": 2,
     "epsilon": 0,
@@ -140,6 +142,12 @@ class AsyncGRPOConfig:
     )
     vllm_server_timeout: float = option(
         1800.0, "Seconds to wait for readiness, for each generation request and for each weight-sync call."
+    )
+    canary_steps: int = option(
+        0, "Steps between checks that the server's log-probs are the trainer's. 0: only after the first push."
+    )
+    canary_tolerance: float | None = option(
+        None, "Largest mean difference of log-probs that the check allows. Unset: by the compute dtype."
     )
     embedded_max_num_seqs: int = option(32, "Embedded server: requests decoded at the same time.")
     embedded_max_model_len: int | None = option(

@@ -6,11 +6,11 @@ one mistake is reported once. Left out: reading the weights, generating, and wha
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,23 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ajgrpo import parts
+from ajgrpo import parts, preflight
 from ajgrpo.callbacks import CallbackHandler
 from ajgrpo.cli import RunConfig
-from ajgrpo.config import EMBEDDED
+from ajgrpo.config import EMBEDDED, AsyncGRPOConfig
 from ajgrpo.data import check_dataset
-from ajgrpo.errors import AjgrpoError, CheckpointError, ConfigError, ServerIncompatibleError
+from ajgrpo.errors import AjgrpoError, CheckpointError, ConfigError
 from ajgrpo.hf.io import read_config, resolve_model
 from ajgrpo.inference.client import ControlClient
 from ajgrpo.loggers import require_tracker
 from ajgrpo.losses.builder import build_loss
 from ajgrpo.models.config import ModelConfig
 from ajgrpo.models.decoder import abstract_params, param_logical_axes
+from ajgrpo.preflight import Finding
 from ajgrpo.rollout.worker import ensure_picklable
 from ajgrpo.training.optimizer import build_optimizer
 from ajgrpo.training.sharding import make_mesh
+from ajgrpo.weights.base import BACKEND
 
 SERVER_TIMEOUT_S = 10.0
 """A server that is up answers at once; a dry run does not wait for one that is starting."""
@@ -43,24 +45,27 @@ SERVER_TIMEOUT_S = 10.0
 UNIT_NAMES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One line of the table: ``status`` is ``ok``, ``failed`` or ``not checked``."""
-
-    title: str
-    status: str
-    detail: str
-
-
 def dry_run(run: RunConfig, console: Console | None = None) -> int:
     """Prints the table of findings. Returns 0 when nothing failed, else 1."""
-    found = findings(run)
-    table = Table("check", "result", "detail", title="dry run: nothing is trained", title_justify="left")
+    return print_findings(findings(run), "dry run: nothing is trained", console)
+
+
+def print_findings(found: Sequence[Finding], title: str, console: Console | None = None) -> int:
+    """Prints a table of findings. Returns 0 when nothing failed, else 1."""
+    table = Table("check", "result", "detail", title=title, title_justify="left")
     for finding in found:
         style = {"ok": "green", "failed": "bold red"}.get(finding.status, "yellow")
         table.add_row(finding.title, f"[{style}]{finding.status}[/]", finding.detail.replace("[", r"\["))
     (Console() if console is None else console).print(table)
     return 1 if any(finding.status == "failed" for finding in found) else 0
+
+
+@contextlib.contextmanager
+def server_client(training: AsyncGRPOConfig) -> Iterator[ControlClient]:
+    """A client that does not wait for a server that is only starting."""
+    timeout_s = min(SERVER_TIMEOUT_S, training.vllm_server_timeout)
+    with contextlib.closing(ControlClient(training.vllm_server_base_url, timeout_s=timeout_s)) as client:
+        yield client
 
 
 def findings(run: RunConfig) -> list[Finding]:
@@ -195,22 +200,11 @@ class Checks:
         url = self.training.vllm_server_base_url
         if url == EMBEDDED:
             return "embedded: started by the trainer"
-        client = ControlClient(url, timeout_s=min(SERVER_TIMEOUT_S, self.training.vllm_server_timeout))
-        try:
-            name, max_model_len = client.models()
-            mode = client.server_info().get("model_config", {}).get("logprobs_mode")
-        finally:
-            client.close()
-        if mode != "processed_logprobs":
-            raise ServerIncompatibleError(
-                f"the server's log-probs are {mode!r}; start it with --logprobs-mode processed_logprobs"
-            )
-        if self.training.max_completion_length >= max_model_len:
-            raise ServerIncompatibleError(
-                f"max_completion_length={self.training.max_completion_length} leaves no room for a prompt: the "
-                f"server's max_model_len is {max_model_len}; lower it or start the server with a larger --max-model-len"
-            )
-        return f"{name} at {url}, max_model_len {max_model_len}"
+        needs = preflight.needs_of(self.training, None, None, BACKEND)
+        with server_client(self.training) as control:
+            found = preflight.inspect(control, needs)
+        preflight.require(found)
+        return found[0].detail
 
 
 def state_bytes(run: RunConfig, config: ModelConfig) -> dict[str, int]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from ajgrpo import cli, dry_run
 from ajgrpo.dry_run import findings, readable, state_bytes
 from ajgrpo.hf.io import read_config
+from tests.test_preflight import GOOD, server_info
 
 QWEN3 = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 16, "hidden_size": 8,
@@ -128,17 +129,18 @@ def test_a_tokenizer_without_a_chat_template_is_refused(options, model):
 
 
 class Server(BaseHTTPRequestHandler):
-    replies = {  # noqa: RUF012
-        "/v1/models": {"data": [{"id": "tiny", "max_model_len": 512}]},
-        "/server_info": {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}},
-    }
+    replies = GOOD | {"/tokenize": {"detail": "not offered here"}}
 
     def do_GET(self):
-        body = json.dumps(self.replies[self.path.partition("?")[0]]).encode()
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        reply = self.replies[self.path.partition("?")[0]]
+        body = reply.encode() if isinstance(reply, str) else json.dumps(reply).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    do_POST = do_GET
 
     def log_message(self, *args):
         pass
@@ -157,11 +159,11 @@ def server_url():
 
 def test_the_server_is_asked(options, server_url, monkeypatch):
     found = check(options, vllm_server_base_url=server_url, max_completion_length=100)
-    assert found["server"] == ("ok", f"tiny at {server_url}, max_model_len 512")
+    assert found["server"] == ("ok", f"tiny on version 0.32.0 at {server_url}")
     message = failed(options, vllm_server_base_url=server_url, max_completion_length=512)["server"]
     assert "max_completion_length=512 leaves no room for a prompt: the server's max_model_len is 512" in message
-    raw = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
-    monkeypatch.setitem(Server.replies, "/server_info", raw)
+    raw = server_info("model_config", logprobs_mode="raw_logprobs")
+    monkeypatch.setitem(Server.replies, "/server_info", raw["/server_info"])
     assert "--logprobs-mode processed_logprobs" in failed(options, vllm_server_base_url=server_url)["server"]
 
 

@@ -23,9 +23,9 @@ LAYERS = {
     "models": 3, "losses": 3, "rollout": 3,
     "hf": 4, "training": 4,
     "weights": 5, "server": 5,
-    "backend": 6, "callbacks": 6, "cli": 6, "data": 6, "dry_run": 6, "loggers": 6, "parts": 6, "plots": 6,
-    "saving": 6, "trainer": 6,
-    "train": 7, "serve": 7,
+    "backend": 6, "callbacks": 6, "canary": 6, "cli": 6, "data": 6, "dry_run": 6, "loggers": 6, "parts": 6, "plots": 6,
+    "preflight": 6, "saving": 6, "trainer": 6,
+    "train": 7, "serve": 7, "doctor": 7,
 }  # fmt: skip
 
 STANDARD = set(sys.stdlib_module_names)
@@ -36,7 +36,8 @@ ALLOWED = {
     "inference": {"httpx"},
     "rollout": {"numpy", "transformers", "datasets"},
     "weights.base": {"numpy", "ml_dtypes"},
-    "weights.vllm_plugin": {"numpy", "ml_dtypes", "torch", "vllm"},
+    "weights.vllm_plugin": {"vllm"},
+    "weights.vllm_engine": {"numpy", "torch", "vllm"},
     "weights": {"numpy", "ml_dtypes", "jax", "cupy"},
     "ops": {"jax", "numpy", "jaxtyping"},
     "models": {"jax", "flax", "numpy"},

@@ -1,6 +1,7 @@
 """The HTTP clients of the rollout server: one for generation (async), one for control (sync).
 
-    rollout loop ── ServerClient ──▶ POST /inference/v1/generate, GET /metrics     kept-alive, retried, counted
+    rollout loop ── ServerClient ──▶ POST /inference/v1/generate or /v1/completions, GET /metrics
+                                                                                   kept-alive, retried, counted
     trainer ─────── ControlClient ─▶ everything else                               one connection a call, never retried
 
 Every foreign error becomes one of ``ajgrpo.errors`` in ``map_error``, and the only decision to retry is
@@ -17,6 +18,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import random
 import re
 import time
@@ -45,11 +47,22 @@ MAX_ATTEMPTS = 8
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 15.0
 
+MAX_ACKNOWLEDGEMENT_BYTES = 4096
+"""Replies to control calls are shorter, replies with samples mostly longer: those are not decoded twice."""
+
+OLDEST_VERSION = (0, 28)
+KNOWN_VERSIONS = "ajgrpo speaks the API of vLLM 0.28 to 0.32"
 DEV_MODE_HINT = "start vLLM with the environment variable VLLM_SERVER_DEV_MODE=1"
 SCALE_OUT_HINT = "start vLLM with --enable-scale-out"
 
+logger = logging.getLogger(__name__)
+
 _SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+\d+)?$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+class EndpointMissingError(ServerIncompatibleError):
+    """The server does not offer an endpoint for which there is a substitute."""
 
 
 class ServerClient:
@@ -76,6 +89,7 @@ class ServerClient:
         backoff_s: float = BACKOFF_S,
     ):
         self._timeout_s, self._max_attempts, self._backoff_s = timeout_s, max_attempts, backoff_s
+        self._path = protocol.GENERATE
         self.retry_count = 0
         self._client = httpx.AsyncClient(
             base_url=base_url.rstrip("/"),
@@ -86,21 +100,32 @@ class ServerClient:
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """Samples one completion; the seed in the request makes a repeated attempt draw the same tokens.
 
+        A server that does not offer ``/inference/v1/generate`` is asked through ``/v1/completions`` from then on. Such
+        replies say neither policy versions nor candidate sets.
+
         Raises:
             ServerResponseError: a reply that no repetition would change, or the last attempt's.
             ServerUnreachableError, ServerTimeoutError: the last attempt's.
             ServerIncompatibleError: the endpoint is missing or answers in another shape.
         """
-        body = request.to_json()
         for attempt in range(1, self._max_attempts + 1):
             try:
-                return _read_generation(await self._call("POST", protocol.GENERATE, body))
+                return await self._generate(request)
             except ServerError as exc:
                 if attempt == self._max_attempts or not is_retryable(exc):
                     raise
             self.retry_count += 1
             await asyncio.sleep(backoff(attempt, self._backoff_s))
         raise AssertionError("the last attempt returns or raises")
+
+    async def _generate(self, request: GenerateRequest) -> GenerateResponse:
+        if self._path == protocol.GENERATE:
+            try:
+                return _read_generation(await self._call("POST", protocol.GENERATE, request.to_json()))
+            except EndpointMissingError as exc:
+                logger.warning("%s; using %s, which does not tell policy versions", exc, protocol.COMPLETIONS)
+                self._path = protocol.COMPLETIONS
+        return _read_completion(await self._call("POST", protocol.COMPLETIONS, request.to_completion_json()))
 
     async def metrics_text(self) -> str:
         """The server's ``/metrics``, one attempt; see ``parse_metrics``."""
@@ -205,6 +230,54 @@ class ControlClient:
     def version(self) -> str:
         """The server's version."""
         return str(self._json("GET", protocol.VERSION, ("version",))["version"])
+
+    def generate(self, request: GenerateRequest) -> GenerateResponse:
+        """Samples one completion, one attempt; ``/v1/completions`` where the server has nothing better."""
+        try:
+            return _read_generation(self._call("POST", protocol.GENERATE, request.to_json()))
+        except EndpointMissingError:
+            return _read_completion(self._call("POST", protocol.COMPLETIONS, request.to_completion_json()))
+
+    def offers_generate(self) -> bool:
+        """Whether the server has ``/inference/v1/generate``."""
+        try:
+            self._call("POST", protocol.GENERATE, {})
+        except EndpointMissingError:
+            return False
+        except ServerResponseError:
+            pass  # it is there, and does not like an empty request
+        return True
+
+    def tokenize(self, text: str, model: str) -> list[int] | None:
+        """The server's token ids of a text without special tokens; None where the server has no such endpoint."""
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+        try:
+            return [int(token) for token in self._json("POST", protocol.TOKENIZE, ("tokens",), body=body)["tokens"]]
+        except ServerIncompatibleError:
+            return None
+
+    def reset_prefix_cache(self) -> bool:
+        """Throws the server's prefix cache away; False where the server has no such endpoint."""
+        try:
+            self._call("POST", protocol.RESET_PREFIX_CACHE)
+        except ServerIncompatibleError:
+            return False
+        return True
+
+    def check_version(self) -> str:
+        """The server's version, where it is new enough.
+
+        Raises:
+            ServerIncompatibleError: it is older than vLLM 0.28; names the version and what is missing.
+        """
+        version = self.version()
+        match = re.match(r"(\d+)\.(\d+)", version)
+        if match is not None and (int(match[1]), int(match[2])) < OLDEST_VERSION:
+            raise ServerIncompatibleError(
+                f"the server at {self.base_url} is vLLM {version}, which has no weight updates that a trainer can "
+                "follow (start_weight_update, finish_weight_update); install vLLM 0.28 or newer, best 0.32"
+            )
+        return version
 
     def server_info(self) -> dict[str, Any]:
         """The server's configuration, sections such as ``"model_config"`` by name."""
@@ -318,19 +391,31 @@ def check_status(response: httpx.Response, request: str) -> httpx.Response:
 
     Raises:
         ServerIncompatibleError: the endpoint does not exist or is switched off; names the flag.
-        ServerResponseError: any other HTTP error, with the server's own message.
+        ServerResponseError: any other HTTP error, or a success whose body tells of a failure; with the server's own
+            message.
     """
     if response.is_success:
-        return response
+        return _check_body(response, request)
     body, path = decode(response), request.split(" ")[-1]
     message = protocol.error_message(body, response.text)
     # FastAPI and Starlette answer an unknown route with "Not Found"; a 404 about a model has another text.
     route_missing = response.status_code in (404, 405) and message in ("Not Found", "Method Not Allowed")
     if path == protocol.GENERATE and (route_missing or response.status_code == 403):
+        raise EndpointMissingError(f"{request} answered {response.status_code} ({message}); {SCALE_OUT_HINT}")
+    if route_missing and path == protocol.COMPLETIONS:
         raise ServerIncompatibleError(f"{request} answered {response.status_code} ({message}); {SCALE_OUT_HINT}")
     if route_missing:
         raise ServerIncompatibleError(f"{request} answered {response.status_code} ({message}); {DEV_MODE_HINT}")
     raise ServerResponseError(request, response.status_code, message)
+
+
+def _check_body(response: httpx.Response, request: str) -> httpx.Response:
+    """Refuses a reply with status 200 whose body is an error."""
+    if response.request.method == "POST" and len(response.content) <= MAX_ACKNOWLEDGEMENT_BYTES:
+        body = decode(response)
+        if isinstance(body, dict) and (body.get("error") or body.get("success") is False):
+            raise ServerResponseError(request, response.status_code, protocol.error_message(body, response.text))
+    return response
 
 
 def decode(response: httpx.Response) -> Any:
@@ -372,7 +457,14 @@ def _read_generation(response: httpx.Response) -> GenerateResponse:
     try:
         return GenerateResponse.from_json(decode(response))
     except ProtocolError as exc:
-        raise ServerIncompatibleError(f"POST {protocol.GENERATE}: {exc}; ajgrpo speaks the API of vLLM 0.32") from exc
+        raise ServerIncompatibleError(f"POST {protocol.GENERATE}: {exc}; {KNOWN_VERSIONS}") from exc
+
+
+def _read_completion(response: httpx.Response) -> GenerateResponse:
+    try:
+        return GenerateResponse.from_completion_json(decode(response))
+    except ProtocolError as exc:
+        raise ServerIncompatibleError(f"POST {protocol.COMPLETIONS}: {exc}; {KNOWN_VERSIONS}") from exc
 
 
 def _timeout(timeout_s: float) -> httpx.Timeout:

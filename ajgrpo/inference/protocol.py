@@ -4,6 +4,7 @@ The shapes are those of vLLM 0.32 as seen on the wire. Token ids travel as integ
 for tokens that do not decode. Log-probs of ``-inf`` travel as ``-9999.0``.
 
     POST /inference/v1/generate       GenerateRequest -> GenerateResponse
+    POST /v1/completions              the same, for a vLLM without the above; names no policy versions
     GET  /health /v1/models /version /metrics /server_info /get_world_size /is_paused
     POST /pause?mode=keep  /resume
     POST /init_weight_transfer_engine {"init_info": {...}}
@@ -21,6 +22,9 @@ import math
 from typing import Any
 
 GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
+TOKENIZE = "/tokenize"
+RESET_PREFIX_CACHE = "/reset_prefix_cache"
 HEALTH = "/health"
 MODELS = "/v1/models"
 VERSION = "/version"
@@ -37,6 +41,10 @@ FINISH_UPDATE = "/finish_weight_update"
 
 MINUS_INFINITY = -9999.0
 """How ``-inf`` travels: JSON has no infinities."""
+
+
+TOKEN_KEY = "token_id:"
+"""Before a token's id where ``/v1/completions`` would have the token's text."""
 
 
 class ProtocolError(ValueError):
@@ -103,6 +111,16 @@ class GenerateRequest:
             "token_ids": self.token_ids,
             "sampling_params": self.sampling_params.to_json(),
         }
+
+    def to_completion_json(self) -> dict[str, Any]:
+        """The same request for ``/v1/completions``; raises ProtocolError without ``max_tokens``."""
+        fields = self.sampling_params.to_json()
+        if "max_tokens" not in fields:
+            raise ProtocolError(f"{COMPLETIONS} needs max_tokens: its default is 16")
+        if "logprobs" in fields:
+            fields["logprobs"] -= 1  # here the sampled token is not counted
+        own = {"model": self.model, "prompt": self.token_ids}
+        return own | fields | {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> GenerateRequest:
@@ -203,6 +221,25 @@ class GenerateResponse:
                 sampling_mask=choice.get("sampling_mask"),
             )
         except (KeyError, IndexError, TypeError) as exc:
+            raise ProtocolError(f"reply without the expected field: {exc!r}") from exc
+
+    @classmethod
+    def from_completion_json(cls, body: dict[str, Any]) -> GenerateResponse:
+        """Reads a reply of ``/v1/completions``; raises ProtocolError when a field is missing or lengths disagree."""
+        try:
+            choice = body["choices"][0]
+            token_ids = [int(token) for token in choice["token_ids"]]
+            log_probs = top_log_probs = None
+            if (tables := choice.get("logprobs")) is not None:
+                log_probs = [_infinite(value) for value in tables["token_logprobs"]]
+                top_log_probs = [
+                    {int(key.removeprefix(TOKEN_KEY)): _infinite(value) for key, value in table.items()}
+                    for table in tables["top_logprobs"]
+                ]
+                if not len(log_probs) == len(top_log_probs) == len(token_ids):
+                    raise ProtocolError(f"{len(log_probs)} log-probs for {len(token_ids)} tokens")
+            return cls(token_ids, choice["finish_reason"], log_probs, top_log_probs)
+        except (KeyError, IndexError, TypeError, ValueError) as exc:
             raise ProtocolError(f"reply without the expected field: {exc!r}") from exc
 
 

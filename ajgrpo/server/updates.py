@@ -10,7 +10,7 @@ the manifest is checked against the model before the first byte is received.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -62,15 +62,16 @@ class WeightUpdates:
                 raise UpdateError("host weight transfer not initialized: call init_weight_transfer_engine first")
             self._staged = None
             try:
-                specs = base.manifest_from_json(info)
-                shapes = {spec.name: spec.shape for spec in specs}
+                shapes = {spec.name: spec.shape for spec in base.manifest_from_json(info)}
                 mapping.check_tensors(self._engine.config, shapes, "the weight update")
-                self._staged = mapping.assemble(
-                    self._engine.config,
-                    _tensors(self._info, specs),
-                    NUMPY_DTYPES[self._engine.options.dtype],
-                    "the weight update",
-                )
+                with base.receiving(self._info, info) as tensors:
+                    staged = mapping.assemble(
+                        self._engine.config,
+                        _arrays(tensors),
+                        NUMPY_DTYPES[self._engine.options.dtype],
+                        "the weight update",
+                    )
+                self._staged = staged
             except (ValueError, OSError, TransferError, CheckpointError) as exc:
                 raise UpdateError(str(exc)) from exc
 
@@ -83,6 +84,6 @@ class WeightUpdates:
             return self._engine.swap_weights(staged, version)
 
 
-def _tensors(info: HostInitInfo, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, np.ndarray]]:
-    for spec, raw in base.receive_tensors(info, specs):
+def _arrays(tensors: Iterator[tuple[TensorSpec, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+    for spec, raw in tensors:
         yield spec.name, raw.view(NUMPY_DTYPES[spec.dtype]).reshape(spec.shape)

@@ -1,44 +1,53 @@
-"""The ``host`` transport: weights over TCP from the trainer's host memory, for servers without NCCL.
+"""The ``host`` transport: weights from the trainer's host memory, for servers without NCCL.
 
     trainer's thread                              sender thread                         server
     POST /start_weight_update ────────────────────────────────────────────────────────▶ opens a session
     POST /update_weights (waits for the reply) ───────────────────────────────────────▶ connects back
                                                   accept, check hello  ◀──────────────
-                                                  chunk, chunk, …, DONE ──────────────▶ checks, stages
+                                                  chunk, chunk, …, DONE ──────────────▶ checks, loads
+                                                  every worker's outcome ◀─────────────
          ◀──────────────────────────────────────────────────────────────────────────── reply
-    POST /finish_weight_update (version) ─────────────────────────────────────────────▶ swaps the weights in
+    POST /finish_weight_update (version) ─────────────────────────────────────────────▶ closes the session
 
 The reply is what the caller waits on, so an error of the server ends the push at once and with the server's own text,
 whatever the sender is doing. A failed push leaves the session open, and the server paused: ``resume`` then refuses
-(generating inside an open session is fatal to vLLM), and the next ``send`` repairs: it announces a new listener, closes
-the old session and sends everything again.
+(the weights may be half new), and the next ``send`` repairs: it announces a new listener, closes the old session and
+sends everything again. A server with several workers can be repaired only when its session is known to be open: a call
+that fails there leaves replies behind inside vLLM that later calls would read.
 
-Left out: several trainer hosts; shared memory.
+Left out: several trainer hosts.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import logging
+import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from ajgrpo.errors import ServerError, ServerResponseError, WeightTransferError
 from ajgrpo.inference.client import ControlClient
 from ajgrpo.weights import base
-from ajgrpo.weights.base import TensorSpec, TransferError
+from ajgrpo.weights.base import PeerClosedError, TensorSpec
+from ajgrpo.weights.sender import Sender, SharedSlots
+
+logger = logging.getLogger(__name__)
 
 IO_TIMEOUT_S = 30.0
 """Longest time without progress on the socket; a healthy transfer is never silent for so long."""
 
-_POLL_S = 0.1
+REPORT_GRACE_S = 5.0
+"""How long the workers' reports may take to be read once the server has answered."""
+
+ALREADY_ACTIVE = "already active"
+"""Part of the message of a server whose weight update is open."""
 
 T = TypeVar("T")
 
@@ -55,6 +64,11 @@ class HostWeightTransfer:
         buffer_bytes: the buffer size of the chunk rule.
         io_timeout_s: bound on a silence, on both sides.
         address: what the server connects to; None: this host's address on the way to the server.
+        shared_memory: pass the bytes through memory when every worker runs on this machine.
+
+    Attributes:
+        phase_seconds: how long each phase of the last push took.
+        used_shared_memory: whether the last push went through memory.
 
     Raises:
         WeightTransferError: from every method but ``destroy``, with the phase's name.
@@ -69,9 +83,15 @@ class HostWeightTransfer:
         buffer_bytes: int = base.DEFAULT_BUFFER_BYTES,
         io_timeout_s: float = IO_TIMEOUT_S,
         address: str | None = None,
+        shared_memory: bool = True,
     ):
         self._control, self._manifest, self._address = control, tuple(manifest), address
         self._deadline_s, self._buffer_bytes, self._io_timeout_s = deadline_s, buffer_bytes, io_timeout_s
+        self._shared_memory = shared_memory and SharedSlots.available()
+        self._slots: SharedSlots | None = None
+        self._transfer_id = secrets.token_hex(8)
+        self.phase_seconds: dict[str, float] = {}
+        self.used_shared_memory = False
         self._world_size = 1
         self._num_sent = 0
         self._deadline: float | None = None
@@ -103,7 +123,7 @@ class HostWeightTransfer:
             self._begin()
         if self._must_repair or self._session_open:
             self._repair()
-        self._call("start", lambda left: self._control.start_update(timeout_s=left))
+        self._start()
         self._session_open = True
         self._update(named_arrays)
         self._call("finish", lambda left: self._control.finish_update(str(self._num_sent), timeout_s=left))
@@ -114,18 +134,22 @@ class HostWeightTransfer:
         """Goes on generating."""
         if self._session_open:
             raise WeightTransferError(
-                "resume", "the last push did not finish, and resuming now would end the server; push again first"
+                "resume", "the last push did not finish, so the server's weights may be half new; push again first"
             )
         self._call("resume", lambda left: self._control.resume(timeout_s=left))
         self._deadline = None
 
     def destroy(self) -> None:
-        """Closes the listener. The server is left as it is."""
+        """Closes the listener and lets go of the shared memory. The server is left as it is."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        if self._slots is not None:
+            self._slots.close()
+            self._slots = None
 
     def _begin(self) -> None:
+        self.phase_seconds = {}
         self._deadline = time.monotonic() + self._deadline_s
 
     def _left(self, phase: str) -> float:
@@ -139,10 +163,13 @@ class HostWeightTransfer:
         return left
 
     def _call(self, phase: str, request: Callable[[float], T]) -> T:
+        start = time.perf_counter()
         try:
             return request(self._left(phase))
         except ServerError as exc:
             raise WeightTransferError(phase, str(exc)) from exc
+        finally:
+            self.phase_seconds[phase] = time.perf_counter() - start
 
     def _announce(self) -> None:
         """Opens a new listener, with a new token, and tells the server."""
@@ -151,152 +178,83 @@ class HostWeightTransfer:
         self._token = secrets.token_bytes(base.TOKEN_BYTES)
         try:
             self._listener = socket.create_server((address, 0), backlog=max(16, self._world_size))
+            if self._shared_memory:
+                sizes = [spec.nbytes for spec in self._manifest]
+                largest = max((chunk.nbytes for chunk in base.split_chunks(sizes, self._buffer_bytes)), default=0)
+                self._slots = SharedSlots(largest, self._token)
         except OSError as exc:
             raise WeightTransferError("init", f"cannot listen on {address}: {exc}") from exc
         info = base.HostInitInfo(
             address=address,
             port=self._listener.getsockname()[1],
             token=self._token.hex(),
+            transfer_id=self._transfer_id,
             packed_buffer_size_bytes=self._buffer_bytes,
             io_timeout_s=self._io_timeout_s,
+            shared_pid=os.getpid(),
+            shared_fd=self._slots.fd if self._slots is not None else -1,
+            slot_bytes=self._slots.slot_bytes if self._slots is not None else 0,
         )
         self._call("init", lambda left: self._control.init_transfer(info.to_json(), timeout_s=left))
 
+    def _start(self) -> None:
+        try:
+            self._call("start", lambda left: self._control.start_update(timeout_s=left))
+        except WeightTransferError as exc:
+            # Another trainer's session: killed in the middle, it did not leave the server paused as we came.
+            if ALREADY_ACTIVE not in str(exc) or self._world_size > 1:
+                raise
+            self._session_open = True
+            self._repair()
+            self._call("start", lambda left: self._control.start_update(timeout_s=left))
+
     def _repair(self) -> None:
         """Brings a server that a broken push left behind to where a new one can start."""
+        if self._world_size > 1 and not self._session_open:
+            raise WeightTransferError(
+                "start",
+                f"the server was left paused by a push that did not end, and has {self._world_size} workers, which "
+                "vLLM cannot bring back into step; restart the server",
+            )
         self._announce()
         try:
             self._control.finish_update(timeout_s=self._left("start"))
-        except ServerResponseError:
-            pass  # there was no open session
+        except ServerResponseError as exc:
+            logger.info("no weight update was open: %s", exc)
         except ServerError as exc:
             raise WeightTransferError("start", str(exc)) from exc
         self._session_open = self._must_repair = False
 
     def _update(self, named_arrays: Iterable[tuple[str, Any]]) -> None:
         assert self._listener is not None and self._deadline is not None, "init() comes first"
-        sender = _Sender(
-            self._listener, self._token, self._manifest, self._world_size, self._buffer_bytes, self._io_timeout_s
+        sender = Sender(
+            self._listener,
+            self._token,
+            self._manifest,
+            self._world_size,
+            self._buffer_bytes,
+            self._io_timeout_s,
+            self._slots,
         )
+        info = base.manifest_to_json(self._manifest) | {"transfer_id": self._transfer_id}
         with ThreadPoolExecutor(1, thread_name_prefix="ajgrpo-weights") as pool:
             sending = pool.submit(sender.run, named_arrays, self._deadline)
             try:
-                info = base.manifest_to_json(self._manifest)
-                self._control.update_weights(info, timeout_s=self._left("update"))
-            except ServerError as exc:
+                self._call("update", lambda left: self._control.update_weights(info, timeout_s=left))
+                # What the workers have to say was sent before the reply.
+                futures.wait([sending], timeout=REPORT_GRACE_S)
+            except WeightTransferError:
                 sender.stop()
                 error = sending.exception()
-                # A socket error of the sender only mirrors what the server says; anything else is the cause.
-                own = error is not None and not isinstance(error, OSError)
-                raise WeightTransferError("update", str(error if own else exc)) from (error if own else exc)
+                # A broken connection only mirrors what the server says; anything else is the cause.
+                if error is None or isinstance(error, OSError | PeerClosedError):
+                    raise
+                raise WeightTransferError("update", str(error)) from error
             finally:
                 sender.stop()
-            error = sending.exception()
-        if error is not None:
-            raise WeightTransferError("update", str(error)) from error
-
-
-class _Sender:
-    """One transfer: accepts the workers, sends them all the tensors. ``run`` in one thread, ``stop`` from another."""
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        token: bytes,
-        manifest: Sequence[TensorSpec],
-        world_size: int,
-        buffer_bytes: int,
-        io_timeout_s: float,
-    ):
-        self._listener, self._token, self._manifest = listener, token, manifest
-        self._world_size, self._buffer_bytes, self._io_timeout_s = world_size, buffer_bytes, io_timeout_s
-        self._connections: list[socket.socket] = []
-        self._stopping = threading.Event()
-        self._lock = threading.Lock()
-
-    def run(self, named_arrays: Iterable[tuple[str, Any]], deadline: float) -> None:
-        """Returns when all is sent or ``stop`` was called; on an error tells the workers, then raises it."""
-        finished = False
-        try:
-            while len(self._connections) < self._world_size and not self._stopping.is_set():
-                self._accept(deadline)
-            if not self._stopping.is_set():
-                self._send_all(named_arrays)
-            finished = True
-        finally:
-            if not finished:
-                self._abort()
-            self._close()
-
-    def stop(self) -> None:
-        """Ends ``run`` soon: wakes it from whatever socket operation it is in."""
-        self._stopping.set()
-        with self._lock:
-            for connection in self._connections:
-                _shut_down(connection)
-
-    def _accept(self, deadline: float) -> None:
-        if time.monotonic() > deadline:
-            raise TimeoutError("the server did not connect in time")
-        self._listener.settimeout(_POLL_S)
-        try:
-            connection, _ = self._listener.accept()
-        except TimeoutError:
-            return
-        connection.settimeout(self._io_timeout_s)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello = bytearray(base.HELLO.size)
-        try:
-            base.receive_exactly(connection, memoryview(hello))
-        except (OSError, TransferError):
-            connection.close()  # a stray connection, or a worker that gave up
-            return
-        magic, _, token = base.HELLO.unpack(hello)
-        if magic != base.MAGIC or not secrets.compare_digest(token, self._token):
-            connection.close()
-            return
-        with self._lock:
-            self._connections.append(connection)
-
-    def _send_all(self, named_arrays: Iterable[tuple[str, Any]]) -> None:
-        tensors = iter(named_arrays)
-        sizes = [spec.nbytes for spec in self._manifest]
-        for chunk in base.split_chunks(sizes, self._buffer_bytes):
-            self._send(base.FRAME.pack(base.CHUNK, chunk.nbytes))
-            for spec in self._manifest[chunk.start : chunk.stop]:
-                self._send(tensor_bytes(spec, next(tensors, None)))
-        if (extra := next(tensors, None)) is not None:
-            raise TransferError(f"tensor {extra[0]!r} comes after the end of the manifest")
-        self._send(base.FRAME.pack(base.DONE, sum(sizes)))
-
-    def _send(self, data: bytes | memoryview) -> None:
-        for connection in self._connections:
-            connection.sendall(data)
-
-    def _abort(self) -> None:
-        # Inside a chunk the frame is read as data; then closing the connection is what tells the worker.
-        for connection in self._connections:
-            try:
-                connection.sendall(base.FRAME.pack(base.ABORT, 0))
-            except OSError:
-                continue
-
-    def _close(self) -> None:
-        with self._lock:
-            for connection in self._connections:
-                connection.close()
-            self._connections.clear()
-
-
-def tensor_bytes(spec: TensorSpec, item: tuple[str, Any] | None) -> memoryview:
-    """The row-major bytes of the tensor that must match ``spec``; raises TransferError when it does not."""
-    if item is None:
-        raise TransferError(f"the tensors end before {spec.name!r} of the manifest")
-    name, array = item[0], np.asarray(item[1])
-    got = TensorSpec(name, array.shape, array.dtype.name)
-    if got != spec:
-        raise TransferError(f"the manifest says {spec}, the trainer's next tensor is {got}")
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            if (error := sending.exception()) is not None:
+                raise WeightTransferError("update", f"the server answered, yet the transfer failed: {error}") from error
+        self.used_shared_memory = sender.used_shared_memory
 
 
 def local_address(base_url: str) -> str:
@@ -315,10 +273,3 @@ def local_address(base_url: str) -> str:
     except OSError as exc:
         raise WeightTransferError("init", f"no way to the server's host {host!r}: {exc}") from exc
     return "127.0.0.1" if ipaddress.ip_address(address.split("%")[0]).is_loopback else address
-
-
-def _shut_down(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # the other side was quicker

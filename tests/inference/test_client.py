@@ -85,9 +85,9 @@ def test_the_last_attempt_decides():
     [
         (failed(400, "Token id 9 is out of vocabulary"), ServerResponseError, "answered 400: Token id 9 is out"),
         (failed(404, "The model `x` does not exist."), ServerResponseError, "answered 404: The model `x`"),
-        (httpx.Response(404, json={"detail": "Not Found"}), ServerIncompatibleError, "--enable-scale-out"),
-        (httpx.Response(403, json={"detail": "disabled"}), ServerIncompatibleError, "--enable-scale-out"),
-        (httpx.Response(200, text="hello"), ServerIncompatibleError, "vLLM 0.32"),
+        (httpx.Response(200, json=protocol.error_body("no room", 500)), ServerResponseError, "answered 200: no room"),
+        (httpx.Response(200, json={"success": False, "message": "no"}), ServerResponseError, "answered 200: no"),
+        (httpx.Response(200, text="hello"), ServerIncompatibleError, "the API of vLLM 0.28"),
     ],
 )
 def test_errors_that_no_repetition_changes_are_raised_at_once(answer, kind, text):
@@ -95,6 +95,43 @@ def test_errors_that_no_repetition_changes_are_raised_at_once(answer, kind, text
     assert type(result) is kind
     assert text in str(result)
     assert (client.retry_count, len(bodies)) == (0, 1)
+
+
+COMPLETION = {
+    "choices": [
+        {
+            "finish_reason": "length",
+            "token_ids": [4],
+            "logprobs": {"token_logprobs": [-0.5], "top_logprobs": [{"token_id:4": -0.5}], "tokens": ["token_id:4"]},
+        }
+    ]
+}
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_server_without_the_generate_endpoint_is_asked_for_completions(status, caplog):
+    missing = httpx.Response(status, json={"detail": "Not Found"})
+    result, client, bodies = generation(missing, failed(503), httpx.Response(200, json=COMPLETION))
+    assert result == REPLY
+    assert bodies == [REQUEST.to_json(), *[REQUEST.to_completion_json()] * 2]
+    assert client.retry_count == 1
+    assert "--enable-scale-out" in caplog.text
+    result, _, _ = generation(missing, httpx.Response(404, json={"detail": "Not Found"}))
+    assert type(result) is ServerIncompatibleError
+    assert "POST /v1/completions answered 404 (Not Found); start vLLM with --enable-scale-out" in str(result)
+    result, _, _ = generation(missing, httpx.Response(200, json={"choices": []}))
+    assert "POST /v1/completions: reply without" in str(result)
+
+
+def test_versions_before_0_28_are_refused():
+    def client(version):
+        return control(lambda request: httpx.Response(200, json={"version": version}))
+
+    for version in ("0.28.0", "0.32.0+cpu", "1.0.0rc1", "dev"):
+        assert client(version).check_version() == version
+    for version in ("0.27.1", "0.9.2"):
+        with pytest.raises(ServerIncompatibleError, match=rf"vLLM {version}.*start_weight_update.*install vLLM 0\.28"):
+            client(version).check_version()
 
 
 def test_what_is_retryable():

@@ -75,3 +75,28 @@ def test_error_messages_of_vllm_fastapi_and_plain_text():
     assert error_message({"detail": "Not Found"}, "") == "Not Found"
     assert error_message(None, " oops\n") == "oops"
     assert error_message(None, "") == "(empty reply)"
+
+
+def test_a_completion_asks_for_ids_and_one_log_prob_less():
+    params = SamplingParams(max_tokens=3, seed=7, logprobs=9, top_k=8, stop_token_ids=(4,))
+    body = GenerateRequest("m", [1, 2], params).to_completion_json()
+    assert (body["model"], body["prompt"], body["logprobs"], body["top_k"]) == ("m", [1, 2], 8, 8)
+    assert body["return_token_ids"] is body["return_tokens_as_token_ids"] is True
+    assert "logprobs" not in GenerateRequest("m", [1], SamplingParams(max_tokens=3)).to_completion_json()
+    with pytest.raises(ProtocolError, match="needs max_tokens"):
+        GenerateRequest("m", [1], SamplingParams()).to_completion_json()
+
+
+def test_a_completion_is_read_by_ids():
+    tables = {
+        "tokens": ["token_id:207", "token_id:129"],
+        "token_logprobs": [-5.5, -1.25],
+        "top_logprobs": [{"token_id:207": -5.5, "token_id:140": -0.5}, {"token_id:129": -1.25, "token_id:7": -9999.0}],
+    }
+    body = {"choices": [{"token_ids": [207, 129], "finish_reason": "length", "logprobs": tables}]}
+    assert GenerateResponse.from_completion_json(body) == GenerateResponse(
+        [207, 129], "length", [-5.5, -1.25], [{207: -5.5, 140: -0.5}, {129: -1.25, 7: -math.inf}]
+    )
+    tables["top_logprobs"] = [{"\u0010": -5.5}, {}]
+    with pytest.raises(ProtocolError):  # keys that are texts: the server did not understand the request
+        GenerateResponse.from_completion_json(body)

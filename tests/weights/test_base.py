@@ -1,3 +1,4 @@
+import os
 import socket
 import threading
 
@@ -61,7 +62,6 @@ def test_init_info_survives_the_wire_and_is_checked():
     assert HostInitInfo.from_json(info.to_json() | {"rank_offset": 0}) == info
     for change, text in (
         ({"port": 0}, "needs address and port"),
-        ({"transport": "shm"}, "transport must be 'tcp'"),
         ({"token": "ab"}, "16 bytes of hex"),
         ({"token": "xy"}, "non-hexadecimal"),
     ):
@@ -69,30 +69,36 @@ def test_init_info_survives_the_wire_and_is_checked():
             HostInitInfo.from_json(info.to_json() | change)
 
 
-def receive(script, *, buffer_bytes=20, io_timeout_s=5.0):
-    """What ``receive_tensors`` yields from a trainer that runs ``script(connection)``; also the hello it sent."""
-    hello = []
+def receive(script, *, fail=None, **info_fields):
+    """What ``receiving`` yields from a trainer that runs ``script(connection)``.
+
+    Returns the tensors, the hello, and all that the trainer got after it. ``fail`` is raised once all is received.
+    """
+    got = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def trainer():
             connection, _ = listener.accept()
             with connection:
-                hello.append(base.HELLO.unpack(connection.recv(base.HELLO.size, socket.MSG_WAITALL)))
+                got.append(base.HELLO.unpack(connection.recv(base.HELLO.size, socket.MSG_WAITALL)))
                 script(connection)
+                connection.shutdown(socket.SHUT_WR)
+                got.append(b"".join(iter(lambda: connection.recv(4096), b"")))
 
         thread = threading.Thread(target=trainer)
         thread.start()
-        info = HostInitInfo(
-            "127.0.0.1",
-            listener.getsockname()[1],
-            TOKEN,
-            packed_buffer_size_bytes=buffer_bytes,
-            io_timeout_s=io_timeout_s,
-        )
+        port = listener.getsockname()[1]
+        fields = {"packed_buffer_size_bytes": 20, "io_timeout_s": 5.0, "transfer_id": "one"} | info_fields
+        info = HostInitInfo("127.0.0.1", port, TOKEN, **fields)
         try:
-            return list(base.receive_tensors(info, SPECS, rank=3)), hello[0]
+            with base.receiving(info, base.manifest_to_json(SPECS) | {"transfer_id": "one"}, rank=3) as tensors:
+                received = list(tensors)
+                if fail is not None:
+                    raise fail
         finally:
             thread.join()
+            receive.reply = got[1]
+    return received, *got
 
 
 def send(*parts):
@@ -105,10 +111,62 @@ def frame(kind, size):
 
 def test_tensors_arrive_chunk_by_chunk():
     parts = (frame(b"CHNK", 24), DATA[:24], frame(b"CHNK", 10), DATA[24:], frame(b"DONE", 34))
-    tensors, hello = receive(send(*parts))
-    assert hello == (b"AJG1", 3, bytes.fromhex(TOKEN))
+    tensors, hello, reply = receive(send(*parts))
+    assert hello == (b"AJG2", 3, bytes.fromhex(TOKEN), False)
+    assert reply == frame(b"OKAY", 0)
     assert [spec for spec, _ in tensors] == SPECS
     assert [raw.tolist() for _, raw in tensors] == [list(range(24)), [], list(range(24, 34))]
+
+
+def shared_memory(token):
+    """The descriptor of a file like the trainer's: token, then two slots of 24 bytes."""
+    fd = os.memfd_create("test")
+    os.write(fd, token)
+    os.pwrite(fd, DATA[:24].tobytes(), base.SLOTS_OFFSET)
+    os.pwrite(fd, DATA[24:].tobytes(), base.SLOTS_OFFSET + 24)
+    return fd
+
+
+def test_tensors_arrive_through_shared_memory():
+    fd = shared_memory(bytes.fromhex(TOKEN))
+    try:
+        parts = (frame(b"SHMC", 24), frame(b"SHMC", 10), frame(b"DONE", 34))
+        tensors, hello, reply = receive(send(*parts), shared_pid=os.getpid(), shared_fd=fd, slot_bytes=24)
+    finally:
+        os.close(fd)
+    assert hello[3] is True
+    assert reply == frame(b"TAKN", 24) + frame(b"TAKN", 10) + frame(b"OKAY", 0)
+    assert [raw.tolist() for _, raw in tensors] == [list(range(24)), [], list(range(24, 34))]
+
+
+@pytest.mark.parametrize("where", ["another process's memory", "closed", "pipe"])
+def test_shared_memory_that_is_not_the_trainers_is_not_used(where):
+    fd = shared_memory(b"x" * 16)
+    reader, writer = os.pipe()
+    number = {"another process's memory": fd, "closed": 9999, "pipe": reader}[where]
+    try:
+        parts = (frame(b"CHNK", 24), DATA[:24], frame(b"CHNK", 10), DATA[24:], frame(b"DONE", 34))
+        tensors, hello, _ = receive(send(*parts), shared_pid=os.getpid(), shared_fd=number, slot_bytes=24)
+        with pytest.raises(TransferError, match="could not open"):
+            receive(send(frame(b"SHMC", 24)), shared_pid=os.getpid(), shared_fd=number, slot_bytes=24)
+    finally:
+        for descriptor in (fd, reader, writer):
+            os.close(descriptor)
+    assert hello[3] is False
+    assert len(tensors) == 3
+
+
+def test_the_trainer_is_told_why_the_worker_failed():
+    parts = (frame(b"CHNK", 24), DATA[:24], frame(b"CHNK", 10), DATA[24:], frame(b"DONE", 34))
+    with pytest.raises(KeyError):
+        receive(send(*parts), fail=KeyError("no such layer"))
+    assert receive.reply == frame(b"FAIL", 15) + b"'no such layer'"
+
+
+def test_an_update_of_another_trainer_is_refused_before_connecting():
+    info = HostInitInfo("127.0.0.1", 9, TOKEN, transfer_id="one")
+    with pytest.raises(ValueError, match="two trainers use this server"), base.receiving(info, {"transfer_id": "two"}):
+        pytest.fail("not reached")
 
 
 @pytest.mark.parametrize(

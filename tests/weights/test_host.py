@@ -40,6 +40,7 @@ class FakeServer:
         self.received: list[dict] = []
         self.broken: dict[str, Exception] = {}
         self.bounds: list[float] = []
+        self.failing_rank: int | None = None
 
     def _call(self, name: str, timeout_s: float | None = None) -> None:
         self.calls.append(name)
@@ -79,15 +80,19 @@ class FakeServer:
 
     def update_weights(self, info, *, timeout_s=None) -> None:
         self._call("update", timeout_s)
-        specs = base.manifest_from_json(info)
         tensors: list[dict] = [{} for _ in range(self.workers)]
         failures: list[Exception] = []
 
         def work(rank: int) -> None:
             try:
-                for spec, raw in base.receive_tensors(self.info, specs, rank):
-                    tensors[rank][spec.name] = raw.view(DTYPES[spec.dtype]).reshape(spec.shape)
-            except (OSError, base.TransferError) as exc:
+                with base.receiving(self.info, info, rank) as received:
+                    for spec, raw in received:
+                        tensors[rank][spec.name] = raw.view(DTYPES[spec.dtype]).reshape(spec.shape)
+                    if rank == self.failing_rank:
+                        raise RuntimeError("out of memory")
+            except RuntimeError:
+                return  # as vLLM with several workers: the reply says nothing
+            except (OSError, ValueError, base.TransferError) as exc:
                 failures.append(exc)
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.workers)]
@@ -115,13 +120,16 @@ def connected(server: FakeServer, **kwargs):
         transfer.destroy()
 
 
-def test_two_cycles_with_two_workers():
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_two_cycles_with_two_workers(shared_memory):
     server = FakeServer(workers=2)
-    with connected(server) as transfer:
+    with connected(server, shared_memory=shared_memory) as transfer:
         for _ in range(2):
             transfer.pause()
             transfer.send(iter(ARRAYS))
             transfer.resume()
+            assert transfer.used_shared_memory is shared_memory
+            assert list(transfer.phase_seconds) == ["pause", "start", "update", "finish", "resume"]
     assert server.calls == ["init", *["pause", "start", "update", "finish", "resume"] * 2]
     assert server.versions == ["0", "1"]
     assert [{name: array.tolist() for name, array in received.items()} for received in server.received] == [
@@ -208,13 +216,46 @@ def test_a_server_error_ends_the_push_although_nobody_connects():
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ajgrpo-weights")]
 
 
+def test_a_worker_that_fails_behind_a_good_reply_ends_the_push_and_the_next_one_repairs():
+    server = FakeServer(workers=2)
+    server.failing_rank = 1
+    with connected(server) as transfer:
+        transfer.pause()
+        with pytest.raises(WeightTransferError, match=r"the server answered, yet .* server worker 1: out of memory"):
+            transfer.send(ARRAYS)
+        assert server.calls[-1] == "update"
+        server.failing_rank = None
+        transfer.send(ARRAYS)
+        transfer.resume()
+    assert server.versions == [None, "0"]
+
+
+def test_several_workers_in_an_unknown_state_are_not_touched():
+    with connected(FakeServer(workers=2, paused=True)) as transfer:
+        transfer.pause()
+        with pytest.raises(WeightTransferError, match=r"has 2 workers.*restart the server"):
+            transfer.send(ARRAYS)
+
+
+def test_a_second_trainer_takes_over_and_the_first_one_is_told():
+    server = FakeServer()
+    with connected(server) as first, connected(server) as second:
+        first.pause()
+        with pytest.raises(WeightTransferError, match=r"phase 'update': .*two trainers use this server"):
+            first.send(ARRAYS)
+        second.pause()
+        second.send(ARRAYS)  # closes the session that the first one left
+        second.resume()
+    assert server.versions == [None, "0"]
+
+
 def test_strangers_on_the_listener_are_turned_away():
     server = FakeServer()
     with (
         connected(server) as transfer,
         socket.create_connection((server.info.address, server.info.port)) as stranger,
     ):
-        stranger.sendall(base.HELLO.pack(base.MAGIC, 0, b"\0" * base.TOKEN_BYTES))
+        stranger.sendall(base.HELLO.pack(base.MAGIC, 0, b"\0" * base.TOKEN_BYTES, False))
         transfer.pause()
         transfer.send(ARRAYS)
         assert stranger.recv(1) == b""
