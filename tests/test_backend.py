@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ajgrpo import backend
+from ajgrpo import backend, preflight
 from ajgrpo.backend import Backend
 from ajgrpo.config import AsyncGRPOConfig
 from ajgrpo.errors import ServerIncompatibleError
@@ -42,13 +42,20 @@ class Transfer:
 
 
 def make_backend(length_limit: int | None) -> tuple[Backend, Transfer]:
-    parts: Any = types.SimpleNamespace(model_config=types.SimpleNamespace(length_limit=length_limit))
+    parts: Any = types.SimpleNamespace(model_config=types.SimpleNamespace(length_limit=length_limit), tokenizer=None)
     transfer: Any = Transfer()
     return Backend(AsyncGRPOConfig(), parts, transfer=transfer), transfer
 
 
-def test_a_server_that_goes_beyond_the_rope_scaling_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything else about the server is as it should be."""
     monkeypatch.setattr(backend, "ControlClient", Control)
+    monkeypatch.setattr(preflight, "needs_of", lambda *args: None)
+    monkeypatch.setattr(preflight, "inspect", lambda control, needs: [])
+
+
+def test_a_server_that_goes_beyond_the_rope_scaling_is_refused() -> None:
     started, transfer = make_backend(length_limit=63)
     with pytest.raises(ServerIncompatibleError, match=r"max_model_len=64 tokens.*at most 63.*--max-model-len 63"):
         started.start_server()
