@@ -25,6 +25,7 @@ from typing import Any
 from ajgrpo.errors import ConfigError, DatasetError, RewardError
 from ajgrpo.metrics import Metrics
 from ajgrpo.rollout.threads import UserThreads
+from ajgrpo.rollout.tools import ToolFunction, describe_tools
 from ajgrpo.types import Message
 
 EnvironmentFactory = Callable[[], Any]
@@ -109,9 +110,7 @@ class EnvironmentRollout:
         tools: its public methods, bound.
     """
 
-    def __init__(
-        self, environment: Any, prompt: list[Message], invoke: Callable[..., Any], metrics: Metrics
-    ) -> None:
+    def __init__(self, environment: Any, prompt: list[Message], invoke: Callable[..., Any], metrics: Metrics) -> None:
         self.environment, self.prompt = environment, prompt
         self.tools = [getattr(environment, name) for name in tool_names(type(environment))]
         self._invoke, self._metrics = invoke, metrics
@@ -147,6 +146,24 @@ def check_environment(kind: type) -> None:
         raise ConfigError(
             f"environment_factory made a {kind.__name__}, which has no reset() method; an environment needs one, which "
             "returns the prompt's text or None"
+        )
+
+
+def check_parts(tools: Sequence[ToolFunction], factory: Any, *, has_dataset: bool) -> None:
+    """Checks what can be known about tools and environments before anything starts.
+
+    Raises:
+        ConfigError: a tool, or a method of an environment's class, cannot be described; or several environments without
+            a dataset that picks one for each row.
+    """
+    describe_tools(tools)
+    for kind in classes_of(factory):
+        check_environment(kind)
+        describe_tools([*tools, *(getattr(kind, name) for name in tool_names(kind))])
+    if isinstance(factory, Mapping) and not has_dataset:
+        raise ConfigError(
+            f"environment_factory is a mapping, so train_dataset must have a column {ROUTE!r} that picks an environment "
+            "for each row; pass a dataset, or one factory"
         )
 
 

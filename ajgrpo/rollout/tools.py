@@ -169,7 +169,11 @@ class ToolSession:
             if task is not None and task.cancelling():
                 raise  # the rollout's time is over, or the run ends
             raise ToolError("the call was cancelled") from exc
-        except (Exception, SystemExit, KeyboardInterrupt) as exc:  # a failing tool is the model's to deal with, never the end of the run
+        except (
+            Exception,
+            SystemExit,
+            KeyboardInterrupt,
+        ) as exc:  # a failing tool is the model's to deal with, never the end of the run
             raise _tool_error(tool, exc) from exc
 
 
@@ -244,7 +248,9 @@ def _fit(name: str, value: Any, schema: dict[str, Any]) -> Any:
     candidates = [value]
     if isinstance(value, str) and "string" not in wanted:
         try:
-            candidates.append(json.loads(value.lower() if value in ("True", "False", "None", "TRUE", "FALSE") else value))
+            candidates.append(
+                json.loads(value.lower() if value in ("True", "False", "None", "TRUE", "FALSE") else value)
+            )
         except (ValueError, RecursionError):
             pass  # it stays text, which does not fit
         candidates = candidates[1:]
