@@ -154,9 +154,10 @@ def _parse_blocks(text: str, opening: str, closing: str, read: Callable[[str], l
     if not marker:
         return ParsedText(text, [])
     # Templates put one line break between text and calls.
-    pieces, calls = [first.removesuffix("\n")], []
+    pieces = [first.removesuffix("\n")]
+    calls: list[ToolCall] = []
     while marker and len(calls) <= MAX_CALLS:
-        body, closed, rest = rest.partition(closing)
+        body, _, rest = rest.partition(closing)
         calls += _collect(lambda body=body: read(body))  # type: ignore[misc]
         between, marker, rest = rest.partition(opening)
         if between.strip():

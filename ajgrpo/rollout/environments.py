@@ -162,8 +162,8 @@ def check_parts(tools: Sequence[ToolFunction], factory: Any, *, has_dataset: boo
         describe_tools([*tools, *(getattr(kind, name) for name in tool_names(kind))])
     if isinstance(factory, Mapping) and not has_dataset:
         raise ConfigError(
-            f"environment_factory is a mapping, so train_dataset must have a column {ROUTE!r} that picks an environment "
-            "for each row; pass a dataset, or one factory"
+            f"environment_factory is a mapping, so train_dataset must have a column {ROUTE!r} that picks one for each "
+            "row; pass a dataset, or one factory"
         )
 
 

@@ -6,15 +6,15 @@
                 control: heartbeat; looks for a new version, allowance, taken tokens, stop
                 report: hands the metrics over once a second
 
-| task     | consumes                 | waits for                                             | produces             |
-|----------|--------------------------|-------------------------------------------------------|----------------------|
-| dispatch | prompts                  | token allowance (``TokenPacer``), a free slot          | rollout tasks        |
-| rollout  | one prompt               | the server; room in the score queue (a group's last)   | a collected group    |
-| score    | collected groups, in order | the reward functions                                | samples, GroupDone   |
-| control  | ``WorkerState``          | ``POLL_S``                                            | heartbeat, wake, stop |
-| report   | metrics                  | ``REPORT_S``                                          | observations         |
-| load     | the server's ``/metrics``  | ``LOAD_POLL_S``                                       | the cap on rollouts in flight |
-| watch    | counts of what came out  | ``WATCH_S``                                           | a line in the log when nothing does |
+| task     | consumes                   | waits for                                            | produces              |
+|----------|----------------------------|------------------------------------------------------|-----------------------|
+| dispatch | prompts                    | token allowance (``TokenPacer``), a free slot        | rollout tasks         |
+| rollout  | one prompt                 | server, tools; room in the score queue (last one)    | a collected group     |
+| score    | collected groups, in order | the reward functions                                 | samples, GroupDone    |
+| control  | ``WorkerState``            | ``POLL_S``                                           | heartbeat, wake, stop |
+| report   | metrics                    | ``REPORT_S``                                         | observations          |
+| load     | the server's ``/metrics``  | ``LOAD_POLL_S``                                      | the cap of the slots  |
+| watch    | what came out              | ``WATCH_S``                                          | a line in the log     |
 
 A rollout that fails or takes too long is tried again, then given up; its group is scored with the others. The loop ends
 with an error only when everything fails, or when a hook or the configuration cannot work at all. After the last prompt
@@ -25,7 +25,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence, Sized
@@ -46,6 +48,7 @@ from ajgrpo.inference.client import ServerClient, parse_metrics
 from ajgrpo.inference.protocol import GenerateRequest
 from ajgrpo.metrics import Metrics, Observation
 from ajgrpo.rollout.api import GenerateClient, PromptTooLongError, RolloutFailedError, WorkerSpec, WorkerState
+from ajgrpo.rollout.chat import ChatFormat
 from ajgrpo.rollout.concurrency import LoadCap, RolloutSlots, ServerLoad, TokenPacer
 from ajgrpo.rollout.environments import EnvironmentPool, EnvironmentRollout
 from ajgrpo.rollout.episode import CURRENT_ROLLOUT, RolloutContext, read_turn, run_episode, sampling_params
@@ -123,9 +126,6 @@ class AsyncRolloutLoop:
     ):
         self.config, self.tokenizer = spec.config, spec.tokenizer
         self._spec, self._state, self._publish, self._report_to = spec, state, publish, report
-        with_tools = bool(spec.tools) or spec.environment_factory is not None
-        self._chat = choose_format(spec.tokenizer, spec.config.chat_template_kwargs, with_tools=with_tools)
-        describe_tools(spec.tools)
         self._scorer = Scorer(spec.reward_funcs)
         self._metrics = Metrics()
         self._pacer = TokenPacer()
@@ -133,9 +133,18 @@ class AsyncRolloutLoop:
         self._guard = EpochGuard(len(spec.dataset) if isinstance(spec.dataset, Sized) else None)
         self._failures_in_a_row = self._reward_failures_in_a_row = 0
         self._finished_rollouts = 0
+        self._num_prompts = math.inf
+        if isinstance(spec.dataset, Sized) and spec.num_epochs is not None:
+            self._num_prompts = max(spec.num_epochs * len(spec.dataset), 1)
         self._preemptions: float | None = None
         self._fruitless: Counter[str] = Counter()
         self._reported = _Reported(time.monotonic())
+
+    @functools.cached_property
+    def _chat(self) -> ChatFormat:
+        """Chosen when it is first needed: a ``generate_one`` of one's own may render by itself."""
+        with_tools = bool(self._spec.tools) or self._spec.environment_factory is not None
+        return choose_format(self.tokenizer, self.config.chat_template_kwargs, with_tools=with_tools)
 
     # Hooks
 
@@ -238,6 +247,8 @@ class AsyncRolloutLoop:
         self._environments = None if factory is None else EnvironmentPool(factory, self._threads, self._metrics)
         self._load_cap = LoadCap(self.config.max_concurrent_rollouts, self._spec.max_model_len)
         try:
+            if type(self).generate_one is AsyncRolloutLoop.generate_one:
+                _ = self._chat  # what is wrong with the template is told now, not with the first rollout
             await self.setup()
             try:
                 await self._run_tasks()
@@ -453,7 +464,7 @@ class AsyncRolloutLoop:
         self._metrics.add("rollout/failed_count", 1)
         self._failures_in_a_row += 1
         log.warning("rollout %d of prompt %d failed: %s", index, group.prompt.index, error)
-        if self._failures_in_a_row >= MAX_CONSECUTIVE_FAILURES:
+        if self._failures_in_a_row >= min(MAX_CONSECUTIVE_FAILURES, self._num_prompts * self.config.num_generations):
             raise RolloutWorkerError(
                 f"{self._failures_in_a_row} rollouts failed in a row; is the server at {self._spec.base_url} still "
                 f"running? The last error: {error}"
@@ -469,7 +480,8 @@ class AsyncRolloutLoop:
                 self._skip(group.prompt, "too long for the server's max_model_len")
             else:
                 self._metrics.add("rollout/failed_group_count", 1)
-                self._skip(group.prompt, "with failed rollouts", errors[-1])
+                self._fruitless["with failed rollouts"] += 1
+                self._publish(GroupDone(group.prompt.index, 0))
             return
         collected = collect(group)
         add_rollout_metrics(self._metrics, collected, self._spec.eos_token_ids)
@@ -481,10 +493,10 @@ class AsyncRolloutLoop:
         with self._metrics.timer("rollout/score_block_s"):
             await self._score_queue.put(collected)
 
-    def _skip(self, prompt: Prompt, reason: str, error: AjgrpoError | None = None) -> None:
+    def _skip(self, prompt: Prompt, reason: str) -> None:
         self._fruitless[reason] += 1
         self._publish(GroupDone(prompt.index, 0))
-        self._guard.skip(prompt, reason, error)
+        self._guard.skip(prompt, reason)
 
     # Scoring
 
@@ -511,11 +523,11 @@ class AsyncRolloutLoop:
         self._metrics.add("rollout/failed_group_count", 1)
         self._reward_failures_in_a_row += 1
         log.warning("prompt %d is dropped: %s", collected.prompt.index, error)
-        size = len(self._spec.dataset) if isinstance(self._spec.dataset, Sized) else MAX_REWARD_FAILURES
-        if self._reward_failures_in_a_row >= min(MAX_REWARD_FAILURES, size):
+        if self._reward_failures_in_a_row >= min(MAX_REWARD_FAILURES, self._num_prompts):
             raise error
         self._pacer.finish_group(collected.num_tokens, 0, 0)
-        self._skip(collected.prompt, "whose reward functions raised", error)
+        self._fruitless["whose reward functions raised"] += 1
+        self._publish(GroupDone(collected.prompt.index, 0))
         self._wake.set()
 
     def _publish_group(self, collected: CollectedGroup, advantages: np.ndarray, kept: bool) -> None:

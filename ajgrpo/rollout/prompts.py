@@ -136,7 +136,6 @@ class EpochGuard:
         self._opened: Counter[int] = Counter()
         self._skipped: dict[int, Counter[str]] = {}
         self._latest_epoch = -1
-        self._error: Exception | None = None
 
     def open(self, prompt: Prompt) -> None:
         """The prompt is next in the stream."""
@@ -145,14 +144,13 @@ class EpochGuard:
         if self._size is None and 0 <= previous < prompt.epoch:
             self._check(previous)
 
-    def skip(self, prompt: Prompt, reason: str, error: Exception | None = None) -> None:
-        """The prompt yields no group, for a reason such as ``"rejected by filter_prompt"``, or because of ``error``.
+    def skip(self, prompt: Prompt, reason: str) -> None:
+        """The prompt yields no group, for a reason such as ``"rejected by filter_prompt"``.
 
         Raises:
             DatasetError: so did every other prompt of its epoch.
         """
         self._skipped.setdefault(prompt.epoch, Counter())[reason] += 1
-        self._error = error or self._error
         self._check(prompt.epoch)
 
     def _check(self, epoch: int) -> None:
@@ -160,9 +158,7 @@ class EpochGuard:
         reasons = self._skipped.get(epoch, Counter())
         if whole and reasons.total() == self._opened[epoch]:
             listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-            advice = "loosen filter_prompt, shorten the prompts or raise the server's --max-model-len"
-            if self._error is not None:
-                advice = f"the last error: {self._error}"
             raise DatasetError(
-                f"none of the {self._opened[epoch]} prompts of epoch {epoch} can be trained on: {listed}; {advice}"
-            ) from self._error
+                f"none of the {self._opened[epoch]} prompts of epoch {epoch} can be trained on: {listed}; "
+                "loosen filter_prompt, shorten the prompts or raise the server's --max-model-len"
+            )

@@ -145,7 +145,8 @@ QWEN35 = """\
 {%- elif system %}
 {{- '<|im_start|>system\\n' + system + '<|im_end|>\\n' }}
 {%- endif %}
-{%- set prefix = '<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and enable_thinking is false else '<think>\\n' %}
+{%- set silent = enable_thinking is defined and enable_thinking is false %}
+{%- set prefix = '<think>\\n\\n</think>\\n\\n' if silent else '<think>\\n' %}
 {%- for message in rest %}
 {%- if message.role == 'tool' %}
 {%- if loop.first or rest[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{%- endif %}
@@ -172,6 +173,9 @@ def _chatml(default_system: str = "''", answer_prefix: str = "''") -> str:
     return CHATML.replace("DEFAULT_SYSTEM", default_system).replace("ANSWER_PREFIX", answer_prefix)
 
 
+QWEN3 = _chatml(answer_prefix=QWEN3_THINK)
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """A model family's training template.
@@ -191,7 +195,7 @@ class Family:
 
 FAMILIES = (
     Family("Qwen3.5", ("<|im_start|>", "<tool_call>", "<function="), QWEN35, FORMATS["xml"]),
-    Family("Qwen3", ("<|im_start|>", "<tool_call>", "enable_thinking"), _chatml(answer_prefix=QWEN3_THINK), FORMATS["json"]),
+    Family("Qwen3", ("<|im_start|>", "<tool_call>", "enable_thinking"), QWEN3, FORMATS["json"]),
     Family("Qwen2.5", ("<|im_start|>", "<tool_call>", "You are Qwen"), _chatml(QWEN25_SYSTEM), FORMATS["json"]),
     Family("ChatML", ("<|im_start|>",), _chatml(), FORMATS["json"]),
     Family("Llama 3", ("<|start_header_id|>",), LLAMA3, FORMATS["llama"]),

@@ -27,7 +27,7 @@ MAX_GIVEN_UP = 1000
 class UserThreads:
     """Runs blocking calls for the event loop, at most ``size`` at a time.
 
-    Invariant: a thread is idle, busy with one call that is waited for, or given up; the busy ones never exceed ``size``.
+    Invariant: a thread is idle, busy with a call that is waited for, or given up; the busy ones never exceed ``size``.
 
     Args:
         size: most calls at the same time, given-up ones left out.

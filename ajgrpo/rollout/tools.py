@@ -11,6 +11,7 @@ the model writes, and nothing that a tool raises, leaves this module as an excep
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -245,20 +246,15 @@ def _fit(name: str, value: Any, schema: dict[str, Any]) -> Any:
         return value
     if schema.get("nullable"):
         wanted.append("null")
-    candidates = [value]
+    candidate = value
     if isinstance(value, str) and "string" not in wanted:
-        try:
-            candidates.append(
-                json.loads(value.lower() if value in ("True", "False", "None", "TRUE", "FALSE") else value)
-            )
-        except (ValueError, RecursionError):
-            pass  # it stays text, which does not fit
-        candidates = candidates[1:]
-    for candidate in candidates:
-        for kind in wanted:
-            fits, fitted = _fit_kind(candidate, kind)
-            if fits and ("enum" not in schema or fitted in schema["enum"]):
-                return fitted
+        # What is no JSON stays text, which does not fit.
+        with contextlib.suppress(ValueError, RecursionError):
+            candidate = json.loads(value.lower() if value in ("True", "False", "TRUE", "FALSE") else value)
+    for kind in wanted:
+        fits, fitted = _fit_kind(candidate, kind)
+        if fits and ("enum" not in schema or fitted in schema["enum"]):
+            return fitted
     options = f"one of {schema['enum']}" if "enum" in schema else " or ".join(wanted)
     raise ToolError(f"argument {name!r} must be {options}, got {value!r:.200}")
 
