@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ajgrpo.rollout.calls import FORMATS, MAX_CALLS, MAX_DEPTH, ParsedText, ToolCall, checked_call, detect_format
@@ -132,10 +132,11 @@ def test_hostile_text_gives_calls_or_errors_and_never_raises(text: str, name: st
 
 
 @settings(max_examples=200, deadline=None)
-@given(arguments=st.dictionaries(st.text(), json_values, max_size=4), prefix=st.text(max_size=9))
-def test_calls_of_any_arguments_come_back(arguments: dict[str, Any], prefix: str) -> None:
+@given(arguments=st.dictionaries(st.text(), json_values, max_size=4))
+def test_calls_of_any_arguments_come_back(arguments: dict[str, Any]) -> None:
     """What JSON and the bounds allow; NaN and infinities are refused, and lone surrogates replaced."""
     text = json.dumps({"name": "f", "arguments": arguments})
+    assume("tool_call>" not in text)  # a marker ends the block wherever it stands, as it does for every reader of it
     (call,) = FORMATS["json"].parse(block(text)).calls
     if "NaN" in text or "Infinity" in text:
         assert call.error is not None or arguments == json.loads(text)["arguments"]
