@@ -31,7 +31,8 @@ from ajgrpo.rollout.api import PacedRolloutWorker, RolloutWorker
 from ajgrpo.rollout.loop import AsyncRolloutLoop
 from ajgrpo.rollout.worker import AsyncRolloutWorker, WorkerSpec
 from ajgrpo.server.launch import EmbeddedServer
-from ajgrpo.weights.base import BACKEND, WeightTransfer
+from ajgrpo.weights import nccl
+from ajgrpo.weights.base import WeightTransfer
 from ajgrpo.weights.host import HostWeightTransfer
 
 logger = logging.getLogger(__name__)
@@ -122,19 +123,25 @@ class Backend:
         self._stack.callback(control.close)
         control.wait_until_ready(config.vllm_server_timeout)
         own_transfer = self._transfer is not None
-        needs = preflight.needs_of(
-            config, self.parts.model_config, self.parts.tokenizer, None if own_transfer else BACKEND
-        )
+        needs = preflight.needs_of(config, self.parts.model_config, self.parts.tokenizer, own_transfer)
         preflight.require(preflight.inspect(control, needs))
         self._model_name, self._max_model_len = control.models()
         self.token_budget = config.token_budget or self._max_model_len
         if self._transfer is None:
-            manifest = mapping.checkpoint_manifest(self.parts.model_config, config.compute_dtype)
-            self._transfer = HostWeightTransfer(control, manifest, deadline_s=config.vllm_server_timeout)
+            self._transfer = self._build_transfer(control)
             prompts = canary_prompts(self.parts.tokenizer, self._max_model_len)
             self._canary = Canary(control, self._model_name, prompts, config)
         self._stack.callback(self._transfer.destroy)
         self._transfer.init()
+
+    def _build_transfer(self, control: ControlClient) -> WeightTransfer:
+        """The transport that the server was started for."""
+        manifest = mapping.checkpoint_manifest(self.parts.model_config, self.config.compute_dtype)
+        deadline_s = self.config.vllm_server_timeout
+        if preflight.transfer_backend(control.server_info()) == nccl.BACKEND:
+            gathers = self.parts.num_rows > 1  # as many rows as devices
+            return nccl.NcclWeightTransfer(control, manifest, deadline_s=deadline_s, gathers=gathers)
+        return HostWeightTransfer(control, manifest, deadline_s=deadline_s)
 
     def start_worker(self) -> None:
         """Starts producing rollouts, under an allowance that counts every row as full.
