@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from transformers import PreTrainedTokenizerBase
 
 from ajgrpo import preflight
@@ -190,7 +191,9 @@ class Backend:
         self._transfer.pause()
         paused = time.perf_counter()
         config = self.config
-        self._transfer.send(mapping.iter_checkpoint(self.parts.model_config, params, config.compute_dtype))
+        # On a GPU the transposes are quick and belong before the copy to the host.
+        on_host = isinstance(self._transfer, HostWeightTransfer) and jax.default_backend() == "cpu"
+        self._transfer.send(mapping.iter_checkpoint(self.parts.model_config, params, config.compute_dtype, on_host))
         sent = time.perf_counter()
         self.version += 1
         if self._worker is not None:

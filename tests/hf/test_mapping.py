@@ -101,12 +101,13 @@ def test_checkpoint_to_params_to_checkpoint_is_byte_equal(config: ModelConfig, d
         assert tensor.tobytes() == tensors[name].tobytes(), name
 
 
-def test_device_arrays_come_out_as_device_arrays_in_the_dtype_asked_for() -> None:
+@pytest.mark.parametrize(("on_host", "kind"), [(False, jax.Array), (True, np.ndarray)])
+def test_device_arrays_come_out_in_the_place_and_dtype_asked_for(on_host: bool, kind: type) -> None:
     tensors = drawn_tensors(CONFIG)
     params = jax.tree.map(jnp.asarray, assemble(CONFIG, tensors.items(), "float32"))
     manifest = checkpoint_manifest(CONFIG, "bfloat16")
-    for spec, (name, tensor) in zip(manifest, iter_checkpoint(CONFIG, params, "bfloat16"), strict=True):
-        assert isinstance(tensor, jax.Array)
+    for spec, (name, tensor) in zip(manifest, iter_checkpoint(CONFIG, params, "bfloat16", on_host), strict=True):
+        assert isinstance(tensor, kind)
         assert (spec.name, spec.shape, spec.dtype) == (name, tensor.shape, tensor.dtype.name)
         np.testing.assert_array_equal(np.asarray(tensor), tensors[name].astype(ml_dtypes.bfloat16))
 
