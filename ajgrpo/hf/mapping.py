@@ -159,7 +159,9 @@ def iter_checkpoint(
     for slot in checkpoint_slots(config):
         leaf = leaves[slot.path]
         wanted = leaf.dtype if dtype is None else np.dtype(dtype)
-        if isinstance(leaf, jax.Array):
+        if isinstance(leaf, jax.Array) and on_host and leaf.dtype == wanted and len(leaf.sharding.device_set) == 1:
+            yield slot.name, slot.take(np.asarray(leaf))  # a view of the very same memory
+        elif isinstance(leaf, jax.Array):
             part = _part(leaf, slot.layer, dtype=wanted)
             yield slot.name, slot.op.save(np.asarray(part) if on_host else part)
         else:
