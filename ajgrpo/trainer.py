@@ -41,7 +41,8 @@ from ajgrpo.packing.batch import batch_metrics, bucket_sizes, build_batch, choos
 from ajgrpo.packing.planner import Row
 from ajgrpo.rollout.api import RolloutWorker
 from ajgrpo.rollout.loop import AsyncRolloutLoop
-from ajgrpo.saving import check_writable, load_tokenizer, upload_model, write_companions
+from ajgrpo.saving import check_writable, upload_model, write_companions
+from ajgrpo.tokenizer import load_tokenizer
 from ajgrpo.training import checkpoint as checkpoints
 from ajgrpo.training.checkpoint import RunProgress
 from ajgrpo.training.intake import IntakeLimits, SampleIntake, StopRequested
