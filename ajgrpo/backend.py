@@ -51,6 +51,8 @@ class BackendParts:
         dataset: prompts.
         reward_funcs: scores.
         loop_cls: the rollout loop's class.
+        tools: functions that the model may call.
+        environment_factory: makes environments; see ``rollout.environments``.
         num_rows: rows of a micro-batch, for the first token allowance.
         start_prompt_index: the first prompt, counted over all epochs.
     """
@@ -63,6 +65,8 @@ class BackendParts:
     loop_cls: type[AsyncRolloutLoop]
     num_rows: int
     start_prompt_index: int
+    tools: Sequence[Callable[..., Any]] = ()
+    environment_factory: Any = None
 
 
 class Backend:
@@ -174,6 +178,8 @@ class Backend:
             tokenizer=parts.tokenizer,
             dataset=parts.dataset,
             reward_funcs=parts.reward_funcs,
+            tools=parts.tools,
+            environment_factory=parts.environment_factory,
             loop_cls=parts.loop_cls,
             eos_token_ids=parts.model_config.eos_token_ids,
             token_allowance=config.allowed_staleness * rows * self.token_budget,
