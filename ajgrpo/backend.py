@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from transformers import PreTrainedTokenizerBase
 
 from ajgrpo import preflight
@@ -31,7 +32,8 @@ from ajgrpo.rollout.api import PacedRolloutWorker, RolloutWorker
 from ajgrpo.rollout.loop import AsyncRolloutLoop
 from ajgrpo.rollout.worker import AsyncRolloutWorker, WorkerSpec
 from ajgrpo.server.launch import EmbeddedServer
-from ajgrpo.weights.base import BACKEND, WeightTransfer
+from ajgrpo.weights import nccl
+from ajgrpo.weights.base import WeightTransfer
 from ajgrpo.weights.host import HostWeightTransfer
 
 logger = logging.getLogger(__name__)
@@ -126,16 +128,13 @@ class Backend:
         self._stack.callback(control.close)
         control.wait_until_ready(config.vllm_server_timeout)
         own_transfer = self._transfer is not None
-        needs = preflight.needs_of(
-            config, self.parts.model_config, self.parts.tokenizer, None if own_transfer else BACKEND
-        )
+        needs = preflight.needs_of(config, self.parts.model_config, self.parts.tokenizer, own_transfer)
         preflight.require(preflight.inspect(control, needs))
         self._model_name, self._max_model_len = control.models()
         self._check_length()
         self.token_budget = config.token_budget or self._max_model_len
         if self._transfer is None:
-            manifest = mapping.checkpoint_manifest(self.parts.model_config, config.compute_dtype)
-            self._transfer = HostWeightTransfer(control, manifest, deadline_s=config.vllm_server_timeout)
+            self._transfer = self._build_transfer(control)
             prompts = canary_prompts(self.parts.tokenizer, self._max_model_len)
             self._canary = Canary(control, self._model_name, prompts, config)
         self._stack.callback(self._transfer.destroy)
@@ -153,6 +152,15 @@ class Backend:
                 f"the server at {self._base_url} accepts texts of max_model_len={self._max_model_len} tokens, but this "
                 f"model's RoPE scaling is computed for at most {limit}; start it with --max-model-len {limit}"
             )
+
+    def _build_transfer(self, control: ControlClient) -> WeightTransfer:
+        """The transport that the server was started for."""
+        manifest = mapping.checkpoint_manifest(self.parts.model_config, self.config.compute_dtype)
+        deadline_s = self.config.vllm_server_timeout
+        if preflight.transfer_backend(control.server_info()) == nccl.BACKEND:
+            gathers = self.parts.num_rows > 1  # as many rows as devices
+            return nccl.NcclWeightTransfer(control, manifest, deadline_s=deadline_s, gathers=gathers)
+        return HostWeightTransfer(control, manifest, deadline_s=deadline_s)
 
     def start_worker(self) -> None:
         """Starts producing rollouts, under an allowance that counts every row as full.
@@ -203,7 +211,9 @@ class Backend:
         self._transfer.pause()
         paused = time.perf_counter()
         config = self.config
-        self._transfer.send(mapping.iter_checkpoint(self.parts.model_config, params, config.compute_dtype))
+        # On a GPU the transposes are quick and belong before the copy to the host.
+        on_host = isinstance(self._transfer, HostWeightTransfer) and jax.default_backend() == "cpu"
+        self._transfer.send(mapping.iter_checkpoint(self.parts.model_config, params, config.compute_dtype, on_host))
         sent = time.perf_counter()
         self.version += 1
         if self._worker is not None:
