@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from ajgrpo import preflight
 from ajgrpo.canary import Canary, ModelScorer, canary_prompts
 from ajgrpo.config import EMBEDDED, AsyncGRPOConfig
-from ajgrpo.errors import ServerError, ServerIncompatibleError
+from ajgrpo.errors import ServerError
 from ajgrpo.hf import mapping
 from ajgrpo.inference.client import ControlClient
 from ajgrpo.metrics import Metrics
@@ -131,7 +131,6 @@ class Backend:
         needs = preflight.needs_of(config, self.parts.model_config, self.parts.tokenizer, own_transfer)
         preflight.require(preflight.inspect(control, needs))
         self._model_name, self._max_model_len = control.models()
-        self._check_length()
         self.token_budget = config.token_budget or self._max_model_len
         if self._transfer is None:
             self._transfer = self._build_transfer(control)
@@ -139,19 +138,6 @@ class Backend:
             self._canary = Canary(control, self._model_name, prompts, config)
         self._stack.callback(self._transfer.destroy)
         self._transfer.init()
-
-    def _check_length(self) -> None:
-        """Some RoPE scalings depend on the length of the text, so the server may not go beyond what the model computes.
-
-        Raises:
-            ServerIncompatibleError: it accepts longer texts.
-        """
-        limit = self.parts.model_config.length_limit
-        if limit is not None and self._max_model_len > limit:
-            raise ServerIncompatibleError(
-                f"the server at {self._base_url} accepts texts of max_model_len={self._max_model_len} tokens, but this "
-                f"model's RoPE scaling is computed for at most {limit}; start it with --max-model-len {limit}"
-            )
 
     def _build_transfer(self, control: ControlClient) -> WeightTransfer:
         """The transport that the server was started for."""

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ajgrpo import parts, preflight
 from ajgrpo.callbacks import CallbackHandler
@@ -35,6 +35,7 @@ from ajgrpo.models.config import ModelConfig
 from ajgrpo.models.decoder import abstract_params, param_logical_axes
 from ajgrpo.preflight import Finding
 from ajgrpo.rollout.worker import ensure_picklable
+from ajgrpo.tokenizer import read_tokenizer, require_chat_template
 from ajgrpo.training.optimizer import build_optimizer
 from ajgrpo.training.sharding import make_mesh
 
@@ -114,20 +115,14 @@ class Checks:
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        try:
-            return AutoTokenizer.from_pretrained(self.directory, trust_remote_code=self.training.trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"no tokenizer can be read from {str(self.directory)!r}: {error}") from error
+        return read_tokenizer(self.directory, self.training.trust_remote_code)
 
     def model(self) -> str:
         count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(self.model_config)))
         return f"{self.model_config.model_type}, {count / 1e6:.4g}M parameters, {self.directory}"
 
     def check_tokenizer(self) -> str:
-        if not self.tokenizer.chat_template:
-            raise CheckpointError(
-                f"the tokenizer in {str(self.directory)!r} has no chat template; set its chat_template and save it"
-            )
+        require_chat_template(self.tokenizer, self.directory)
         return f"{len(self.tokenizer)} tokens, chat template of {len(self.tokenizer.chat_template)} characters"
 
     def dataset(self) -> str:

@@ -53,6 +53,7 @@ class Needs:
         own_transfer: the run brings its own weight transfer.
         tokenizer: its vocabulary must be the server's; None: not compared.
         eos_token_ids: must be tokens of the server.
+        length_limit: longest text that the model's RoPE scaling is computed for; None: no limit, or unknown.
     """
 
     logprobs: int
@@ -61,6 +62,7 @@ class Needs:
     own_transfer: bool = False
     tokenizer: PreTrainedTokenizerBase | None = None
     eos_token_ids: tuple[int, ...] = ()
+    length_limit: int | None = None
 
 
 def needs_of(
@@ -77,6 +79,7 @@ def needs_of(
         own_transfer=own_transfer,
         tokenizer=tokenizer,
         eos_token_ids=model.eos_token_ids if model is not None else (),
+        length_limit=model.length_limit if model is not None else None,
     )
 
 
@@ -161,6 +164,12 @@ class Inspection:
             return FAILED, (
                 f"max_completion_length={asked} leaves no room for a prompt: the server's max_model_len is "
                 f"{self.max_model_len}; lower it, or start the server with a larger --max-model-len"
+            )
+        limit = self.needs.length_limit
+        if limit is not None and self.max_model_len > limit:
+            return FAILED, (
+                f"the server at {self.control.base_url} accepts texts of max_model_len={self.max_model_len} tokens, "
+                f"but this model's RoPE scaling is computed for at most {limit}; start it with --max-model-len {limit}"
             )
         return OK, f"max_model_len {self.max_model_len}"
 

@@ -8,29 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ajgrpo.config import AsyncGRPOConfig
-from ajgrpo.errors import CheckpointError, ConfigError
+from ajgrpo.errors import ConfigError
 from ajgrpo.hf import io
-
-
-def load_tokenizer(directory: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory.
-
-    Raises:
-        CheckpointError: there is none, or it has no chat template.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as exc:
-        raise CheckpointError(f"cannot load a tokenizer from {directory}: {exc}; pass processing_class") from exc
-    if not tokenizer.chat_template:
-        raise CheckpointError(
-            f"the tokenizer of {directory} has no chat template, which prompts are rendered with; pass a "
-            "processing_class that has one (an instruction-tuned model's)"
-        )
-    return tokenizer
 
 
 def write_companions(directory: Path, model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> None:

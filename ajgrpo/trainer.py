@@ -42,7 +42,8 @@ from ajgrpo.packing.planner import Row
 from ajgrpo.rollout.api import RolloutWorker
 from ajgrpo.rollout.environments import check_parts
 from ajgrpo.rollout.loop import AsyncRolloutLoop
-from ajgrpo.saving import check_writable, load_tokenizer, upload_model, write_companions
+from ajgrpo.saving import check_writable, upload_model, write_companions
+from ajgrpo.tokenizer import load_tokenizer
 from ajgrpo.training import checkpoint as checkpoints
 from ajgrpo.training.checkpoint import RunProgress
 from ajgrpo.training.intake import IntakeLimits, SampleIntake, StopRequested

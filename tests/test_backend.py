@@ -16,11 +16,16 @@ from ajgrpo.errors import ServerIncompatibleError
 class Control:
     """A server that is ready and accepts texts of 64 tokens."""
 
+    base_url = "http://server"
+
     def __init__(self, base_url: str, *, timeout_s: float):
         pass
 
     def wait_until_ready(self, timeout_s: float) -> None:
         pass
+
+    def check_version(self) -> str:
+        return "0.32.0"
 
     def models(self) -> tuple[str, int]:
         return "tiny", 64
@@ -42,17 +47,23 @@ class Transfer:
 
 
 def make_backend(length_limit: int | None) -> tuple[Backend, Transfer]:
-    parts: Any = types.SimpleNamespace(model_config=types.SimpleNamespace(length_limit=length_limit), tokenizer=None)
+    model = types.SimpleNamespace(length_limit=length_limit, eos_token_ids=())
+    parts: Any = types.SimpleNamespace(model_config=model, tokenizer=None)
     transfer: Any = Transfer()
-    return Backend(AsyncGRPOConfig(), parts, transfer=transfer), transfer
+    return Backend(AsyncGRPOConfig(max_completion_length=8), parts, transfer=transfer), transfer
 
 
 @pytest.fixture(autouse=True)
 def server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything else about the server is as it should be."""
+    """Of all checks of the server, only that of the context length is made."""
+
+    def length_only(control: Any, needs: preflight.Needs) -> list[preflight.Finding]:
+        inspection = preflight.Inspection(control, needs)
+        inspection.server()
+        return [preflight.Finding("context length", *inspection.context_length())]
+
     monkeypatch.setattr(backend, "ControlClient", Control)
-    monkeypatch.setattr(preflight, "needs_of", lambda *args: None)
-    monkeypatch.setattr(preflight, "inspect", lambda control, needs: [])
+    monkeypatch.setattr(preflight, "inspect", length_only)
 
 
 def test_a_server_that_goes_beyond_the_rope_scaling_is_refused() -> None:
@@ -64,10 +75,7 @@ def test_a_server_that_goes_beyond_the_rope_scaling_is_refused() -> None:
 
 
 @pytest.mark.parametrize("length_limit", [64, None])
-def test_a_server_within_the_rope_scaling_is_accepted(
-    monkeypatch: pytest.MonkeyPatch, length_limit: int | None
-) -> None:
-    monkeypatch.setattr(backend, "ControlClient", Control)
+def test_a_server_within_the_rope_scaling_is_accepted(length_limit: int | None) -> None:
     started, transfer = make_backend(length_limit)
     started.start_server()
     assert transfer.ready

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from ajgrpo.loggers import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +34,7 @@ def test_the_quickstart_learns_and_says_where_everything_lies(tmp_path: Path) ->
         assert str(tmp_path / name.split("/")[0]) in run.stdout
     checked = check(tmp_path)
     assert checked.returncode == 0, checked.stdout
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(tmp_path / METRICS_FILE)
     differences = [line.get("sampling/on_policy_logp_difference/max") for line in lines]
     measured = [value for value in differences if value is not None]
     assert len(measured) >= 18  # how often depends on the machine's load
@@ -47,5 +48,5 @@ def test_a_run_in_the_wrong_direction_fails_the_check(tmp_path: Path) -> None:
     checked = check(tmp_path)
     assert checked.returncode == 1
     assert "FAILED" in checked.stdout
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(tmp_path / METRICS_FILE)
     assert lines[-1]["reward"] < lines[0]["reward"] - 0.1

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from datasets import Dataset
 
+from ajgrpo import loggers
 from ajgrpo.arithmetic import arithmetic_rows, make_dataset
 from ajgrpo.callbacks import TrainerCallback
 from ajgrpo.config import AsyncGRPOConfig
@@ -62,7 +63,7 @@ def make_trainer(output_dir: Path, **changes: Any) -> AsyncGRPOTrainer:
 
 
 def read_metrics(output_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return loggers.read_metrics(output_dir / loggers.METRICS_FILE)
 
 
 class SaveAt(TrainerCallback):
