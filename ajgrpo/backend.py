@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from transformers import PreTrainedTokenizerBase
 
 from ajgrpo import preflight
@@ -31,7 +32,8 @@ from ajgrpo.rollout.api import PacedRolloutWorker, RolloutWorker
 from ajgrpo.rollout.loop import AsyncRolloutLoop
 from ajgrpo.rollout.worker import AsyncRolloutWorker, WorkerSpec
 from ajgrpo.server.launch import EmbeddedServer
-from ajgrpo.weights.base import BACKEND, WeightTransfer
+from ajgrpo.weights import nccl
+from ajgrpo.weights.base import WeightTransfer
 from ajgrpo.weights.host import HostWeightTransfer
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,8 @@ class BackendParts:
         dataset: prompts.
         reward_funcs: scores.
         loop_cls: the rollout loop's class.
+        tools: functions that the model may call.
+        environment_factory: makes environments; see ``rollout.environments``.
         num_rows: rows of a micro-batch, for the first token allowance.
         start_prompt_index: the first prompt, counted over all epochs.
     """
@@ -63,6 +67,8 @@ class BackendParts:
     loop_cls: type[AsyncRolloutLoop]
     num_rows: int
     start_prompt_index: int
+    tools: Sequence[Callable[..., Any]] = ()
+    environment_factory: Any = None
 
 
 class Backend:
@@ -122,19 +128,25 @@ class Backend:
         self._stack.callback(control.close)
         control.wait_until_ready(config.vllm_server_timeout)
         own_transfer = self._transfer is not None
-        needs = preflight.needs_of(
-            config, self.parts.model_config, self.parts.tokenizer, None if own_transfer else BACKEND
-        )
+        needs = preflight.needs_of(config, self.parts.model_config, self.parts.tokenizer, own_transfer)
         preflight.require(preflight.inspect(control, needs))
         self._model_name, self._max_model_len = control.models()
         self.token_budget = config.token_budget or self._max_model_len
         if self._transfer is None:
-            manifest = mapping.checkpoint_manifest(self.parts.model_config, config.compute_dtype)
-            self._transfer = HostWeightTransfer(control, manifest, deadline_s=config.vllm_server_timeout)
+            self._transfer = self._build_transfer(control)
             prompts = canary_prompts(self.parts.tokenizer, self._max_model_len)
             self._canary = Canary(control, self._model_name, prompts, config)
         self._stack.callback(self._transfer.destroy)
         self._transfer.init()
+
+    def _build_transfer(self, control: ControlClient) -> WeightTransfer:
+        """The transport that the server was started for."""
+        manifest = mapping.checkpoint_manifest(self.parts.model_config, self.config.compute_dtype)
+        deadline_s = self.config.vllm_server_timeout
+        if preflight.transfer_backend(control.server_info()) == nccl.BACKEND:
+            gathers = self.parts.num_rows > 1  # as many rows as devices
+            return nccl.NcclWeightTransfer(control, manifest, deadline_s=deadline_s, gathers=gathers)
+        return HostWeightTransfer(control, manifest, deadline_s=deadline_s)
 
     def start_worker(self) -> None:
         """Starts producing rollouts, under an allowance that counts every row as full.
@@ -160,6 +172,8 @@ class Backend:
             tokenizer=parts.tokenizer,
             dataset=parts.dataset,
             reward_funcs=parts.reward_funcs,
+            tools=parts.tools,
+            environment_factory=parts.environment_factory,
             loop_cls=parts.loop_cls,
             eos_token_ids=parts.model_config.eos_token_ids,
             token_allowance=config.allowed_staleness * rows * self.token_budget,
@@ -183,7 +197,9 @@ class Backend:
         self._transfer.pause()
         paused = time.perf_counter()
         config = self.config
-        self._transfer.send(mapping.iter_checkpoint(self.parts.model_config, params, config.compute_dtype))
+        # On a GPU the transposes are quick and belong before the copy to the host.
+        on_host = isinstance(self._transfer, HostWeightTransfer) and jax.default_backend() == "cpu"
+        self._transfer.send(mapping.iter_checkpoint(self.parts.model_config, params, config.compute_dtype, on_host))
         sent = time.perf_counter()
         self.version += 1
         if self._worker is not None:

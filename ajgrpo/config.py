@@ -49,6 +49,8 @@ LEAST: dict[str, int] = {
     "num_sampler_logprobs": 0,
     "token_budget": 2,
     "max_concurrent_rollouts": 1,
+    "rollout_retries": 0,
+    "straggler_timeout": 0,
     "max_staleness": 0,
     "weight_sync_steps": 1,
     "learning_rate": 0,
@@ -77,6 +79,7 @@ POSITIVE = (
     "temperature",
     "vllm_server_timeout",
     "rollout_worker_timeout",
+    "rollout_timeout",
     "rollout_stall_timeout",
     "adam_epsilon",
     "vllm_importance_sampling_clip_max",
@@ -170,6 +173,11 @@ class AsyncGRPOConfig:
     max_staleness: int = option(4, "Weight updates that a sample may lag behind before it is dropped.")
     weight_sync_steps: int = option(1, "Optimizer steps between two weight pushes.")
     rollout_worker_timeout: float = option(300.0, "Seconds without a heartbeat after which the worker counts as hung.")
+    rollout_timeout: float = option(3600.0, "Seconds that one rollout may take, tools and environment included.")
+    rollout_retries: int = option(1, "How often a rollout that failed or took too long is tried again.")
+    straggler_timeout: float | None = option(
+        None, "Seconds that a group waits for the rest once half of its rollouts are in. Unset: as long as they take."
+    )
     rollout_stall_timeout: float = option(
         1800.0, "Seconds without any trainable sample after which training stops and says why."
     )

@@ -35,12 +35,11 @@ def examine(run: cli.RunConfig) -> int:
     """
     from ajgrpo import preflight
     from ajgrpo.dry_run import Checks, print_findings, server_client
-    from ajgrpo.weights.base import BACKEND
 
     if run.training.vllm_server_base_url == EMBEDDED:
         raise ConfigError("vllm_server_base_url is 'embedded': the trainer starts that server itself; set an address")
     checks = Checks(run)
-    needs = preflight.needs_of(run.training, checks.model_config, checks.tokenizer, BACKEND)
+    needs = preflight.needs_of(run.training, checks.model_config, checks.tokenizer)
     with server_client(run.training) as control:
         return print_findings(preflight.inspect(control, needs), "the rollout server")
 

@@ -38,7 +38,6 @@ from ajgrpo.rollout.worker import ensure_picklable
 from ajgrpo.tokenizer import read_tokenizer, require_chat_template
 from ajgrpo.training.optimizer import build_optimizer
 from ajgrpo.training.sharding import make_mesh
-from ajgrpo.weights.base import BACKEND
 
 SERVER_TIMEOUT_S = 10.0
 """A server that is up answers at once; a dry run does not wait for one that is starting."""
@@ -195,7 +194,7 @@ class Checks:
         url = self.training.vllm_server_base_url
         if url == EMBEDDED:
             return "embedded: started by the trainer"
-        needs = preflight.needs_of(self.training, None, None, BACKEND)
+        needs = preflight.needs_of(self.training)
         with server_client(self.training) as control:
             found = preflight.inspect(control, needs)
         preflight.require(found)

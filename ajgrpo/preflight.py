@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -28,6 +28,7 @@ OK, WARNING, FAILED, NOT_CHECKED = "ok", "warning", "failed", "not checked"
 PROBE_TEXT = "What is 12 + 34? Ünïcode, 日本.\n"
 """Tokenised by both sides."""
 
+BACKENDS = ("host", "nccl")
 PROCESSED = "processed_logprobs"
 CACHE_METRIC = "vllm:kv_cache_usage_perc"
 
@@ -49,7 +50,7 @@ class Needs:
         logprobs: log-probs per token, the sampled one included.
         max_completion_length: tokens, which a prompt comes on top of.
         compute_dtype: the trainer's.
-        backend: weight transfer backend; None: the run brings its own transfer.
+        own_transfer: the run brings its own weight transfer.
         tokenizer: its vocabulary must be the server's; None: not compared.
         eos_token_ids: must be tokens of the server.
         length_limit: longest text that the model's RoPE scaling is computed for; None: no limit, or unknown.
@@ -58,21 +59,24 @@ class Needs:
     logprobs: int
     max_completion_length: int
     compute_dtype: str
-    backend: str | None
+    own_transfer: bool = False
     tokenizer: PreTrainedTokenizerBase | None = None
     eos_token_ids: tuple[int, ...] = ()
     length_limit: int | None = None
 
 
 def needs_of(
-    config: AsyncGRPOConfig, model: ModelConfig | None, tokenizer: PreTrainedTokenizerBase | None, backend: str | None
+    config: AsyncGRPOConfig,
+    model: ModelConfig | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    own_transfer: bool = False,
 ) -> Needs:
     """The needs of a run; ``model`` and ``tokenizer`` may be unknown."""
     return Needs(
         logprobs=max(config.num_sampler_logprobs, config.top_k if config.truncates_sampling else 0) + 1,
         max_completion_length=config.max_completion_length,
         compute_dtype=config.compute_dtype,
-        backend=backend,
+        own_transfer=own_transfer,
         tokenizer=tokenizer,
         eos_token_ids=model.eos_token_ids if model is not None else (),
         length_limit=model.length_limit if model is not None else None,
@@ -98,6 +102,11 @@ def require(findings: Sequence[Finding]) -> None:
         raise ServerIncompatibleError(
             "the rollout server cannot be used:\n" + "\n".join(f"  - {line}" for line in failed)
         )
+
+
+def transfer_backend(server_info: Mapping[str, Any]) -> str | None:
+    """The weight transfer backend that a server was started with."""
+    return (server_info.get("weight_transfer_config") or {}).get("backend")
 
 
 class Inspection:
@@ -165,17 +174,14 @@ class Inspection:
         return OK, f"max_model_len {self.max_model_len}"
 
     def weight_transfer(self) -> tuple[str, str]:
-        got = (self.info.get("weight_transfer_config") or {}).get("backend")
-        wanted = self.needs.backend
-        if wanted is None:
-            return OK, f"{got} (the run brings its own transfer)"
-        if got != wanted:
-            plugin = "; its environment needs the plugin: pip install --no-deps ajgrpo" if wanted == "host" else ""
+        backend = transfer_backend(self.info)
+        if not self.needs.own_transfer and backend not in BACKENDS:
             return FAILED, (
-                f"the server's backend is {got!r}; start it with "
-                f'--weight-transfer-config \'{{"backend": "{wanted}"}}\'{plugin}'
+                f"the server's backend is {backend!r}; start it with --weight-transfer-config "
+                '\'{"backend": "nccl"}\', or with "host", which needs the plugin in the server\'s environment: '
+                "pip install --no-deps ajgrpo"
             )
-        return OK, str(got)
+        return OK, str(backend)
 
     def logprobs_mode(self) -> tuple[str, str]:
         mode = self._model("logprobs_mode")

@@ -6,7 +6,7 @@
 *apply* makes one optimizer update; *publish* sends the weights to the server while its requests are paused. Generation
 goes on in the server during all but publish.
 
-Left out: LoRA, tools and environments, several hosts.
+Left out: LoRA, several hosts.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from ajgrpo.models.decoder import param_logical_axes
 from ajgrpo.packing.batch import batch_metrics, bucket_sizes, build_batch, choose_bucket
 from ajgrpo.packing.planner import Row
 from ajgrpo.rollout.api import RolloutWorker
+from ajgrpo.rollout.environments import check_parts
 from ajgrpo.rollout.loop import AsyncRolloutLoop
 from ajgrpo.saving import check_writable, upload_model, write_companions
 from ajgrpo.tokenizer import load_tokenizer
@@ -108,8 +109,9 @@ class AsyncGRPOTrainer:
         callbacks: ``TrainerCallback`` instances or classes.
         optimizer: applied to the mean gradient over trained tokens; default: from ``args``.
         peft_config: not available yet.
-        tools: not available yet.
-        environment_factory: not available yet.
+        tools: functions that the model may call (``rollout.tools``).
+        environment_factory: makes an environment for each rollout, or a mapping of names to such factories
+            (``rollout.environments``); without a dataset it gives the prompts.
         loss: a loss on JAX arrays (``ajgrpo.losses.api``); default: from ``args``.
         rollout_worker: a worker of your own; default: the spawned ``AsyncRolloutWorker``.
         weight_transfer: a transfer of your own; default: the ``host`` transport.
@@ -136,18 +138,20 @@ class AsyncGRPOTrainer:
         rollout_worker: RolloutWorker | None = None,
         weight_transfer: WeightTransfer | None = None,
     ):
-        unavailable = {"peft_config": peft_config, "tools": tools, "environment_factory": environment_factory}
-        if given := [name for name, value in unavailable.items() if value]:
-            raise ConfigError([f"{name} is not available in this version; leave it unset" for name in given])
+        if peft_config is not None:
+            raise ConfigError("peft_config is not available in this version; leave it unset")
         self.args = args if args is not None else AsyncGRPOConfig()
         if self.args.router_aux_loss_coef is not None:
             raise ConfigError("router_aux_loss_coef must be unset: the model is not a mixture of experts")
         self.reward_funcs = _as_list(reward_funcs)
-        check_dataset(train_dataset)
+        check_parts(tools or (), environment_factory, has_dataset=train_dataset is not None)
+        self.tools, self.environment_factory = list(tools or ()), environment_factory
+        if train_dataset is not None or environment_factory is None:
+            check_dataset(train_dataset, require_prompt=environment_factory is None)
         self.train_dataset = train_dataset
         self.num_prompts = len(train_dataset) if hasattr(train_dataset, "__len__") else None
         if self.num_prompts is None and self.args.max_steps <= 0:
-            raise ConfigError("max_steps must be set with a streaming dataset: the length of an epoch is unknown")
+            raise ConfigError("max_steps must be set without a dataset of known length: an epoch has no length")
         self.model_dir = io.resolve_model(model, (self.args.model_init_kwargs or {}).get("revision"))
         self.model_json, self.model_config = io.read_config(self.model_dir)
         self.processing_class = processing_class or load_tokenizer(self.model_dir, self.args.trust_remote_code)
@@ -262,6 +266,8 @@ class AsyncGRPOTrainer:
                 dataset=self.train_dataset,
                 reward_funcs=self.reward_funcs,
                 loop_cls=self.loop_cls,
+                tools=self.tools,
+                environment_factory=self.environment_factory,
                 num_rows=self.step.num_rows,
                 start_prompt_index=ledger.first_unfinished,
             ),

@@ -2,9 +2,11 @@
 
     python scripts/bench_packing.py [--repeats 5] [--ratios 1.0 3.4]
 
-Both layouts run the same compiled step on the same samples, in turn and in one process, so the ratio of their times
-depends little on what else the machine does; the median over the repeats is printed. Compile time and the building of
-batches are left out of the times. What is chosen, and why:
+Both layouts run the same compiled step on the same samples, in turn and in one process, each repeat in the opposite
+order of the one before. The speed-up is the median over the repeats of the quotient of wall-clock times, printed with
+its lowest and highest value; beside it stands the same of the process's CPU times, which counts no time that other
+processes took (meaningful on a CPU only). Compile time and the building of batches are left out. What is chosen, and
+why:
 
 - Shapes: groups of 8 or 16 with prompts of 200 to 400 tokens and completions of 50 to 150, as short reasoning tasks
   have them, such that the packing ratio is the one named. A tree row holds whole groups.
@@ -162,10 +164,11 @@ def build_step() -> tuple[TrainStep, Any]:
     return step, jax.device_put(init_params(config, jax.random.key(0), "float32"), step.param_shardings)
 
 
-def time_of(run: Callable[[list[TreeBatch]], Any], batches: list[TreeBatch]) -> float:
-    start = time.perf_counter()
+def time_of(run: Callable[[list[TreeBatch]], Any], batches: list[TreeBatch]) -> tuple[float, float]:
+    """Seconds of wall clock and of CPU."""
+    wall, cpu = time.perf_counter(), time.process_time()
     jax.block_until_ready(run(batches))
-    return time.perf_counter() - start
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def measure(step: TrainStep, params: Any, shape: Shape, repeats: int) -> str:
@@ -187,12 +190,16 @@ def measure(step: TrainStep, params: Any, shape: Shape, repeats: int) -> str:
 
     for batches in layouts:  # compiles, and touches all memory once
         time_of(run, batches)
-    times = np.array([[time_of(run, batches) for batches in layouts] for _ in range(repeats)])
-    speed_up = float(np.median(times[:, 1] / times[:, 0]))
-    tree_s, plain_s = np.median(times, axis=0)
+    times = np.zeros((repeats, 2, 2))  # repeat; tree, plain; wall, CPU
+    for repeat in range(repeats):
+        for layout in (0, 1) if repeat % 2 == 0 else (1, 0):
+            times[repeat, layout] = time_of(run, layouts[layout])
+    tree_s, plain_s = np.median(times[:, :, 0], axis=0)
+    wall, cpu = (times[:, 1] / times[:, 0]).T
     return (
         f"{ratio:6.2f} {shape.group_size:6d} {shape.prompt:7d} {shape.completion:11d} {tokens[0]:12d} {tokens[1]:13d} "
-        f"{tree_s:7.2f} {plain_s:8.2f} {speed_up:9.2f} {speed_up / ratio:8.3f}"
+        f"{tree_s:7.2f} {plain_s:8.2f} {np.median(wall):9.2f} {np.median(wall) / ratio:8.3f} "
+        f"{wall.min() / ratio:7.3f} {wall.max() / ratio:8.3f} {np.median(cpu) / ratio:12.3f}"
     )
 
 
@@ -205,7 +212,7 @@ def main() -> None:
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, rows of at most {ROW_TOKENS} tokens")
     print(
         f"{'ratio':>6} {'group':>6} {'prompt':>7} {'completion':>11} {'tree tokens':>12} {'plain tokens':>13} "
-        f"{'tree s':>7} {'plain s':>8} {'speed-up':>9} {'/ ratio':>8}"
+        f"{'tree s':>7} {'plain s':>8} {'speed-up':>9} {'/ ratio':>8} {'lowest':>7} {'highest':>8} {'CPU / ratio':>12}"
     )
     for shape in SHAPES:
         if not args.ratios or round(shape.ratio, 1) in args.ratios:

@@ -34,7 +34,7 @@ ALLOWED = {
     "yaml_dialect": {"yaml"}, "rewards": {"math_verify"}, "arithmetic": {"numpy", "datasets"},
     "packing": {"numpy"},
     "inference": {"httpx"},
-    "rollout": {"numpy", "transformers", "datasets"},
+    "rollout": {"numpy", "transformers", "datasets", "jinja2"},
     "weights.base": {"numpy", "ml_dtypes"},
     "weights.vllm_plugin": {"vllm"},
     "weights.vllm_engine": {"numpy", "torch", "vllm"},

@@ -10,7 +10,7 @@ from ajgrpo.errors import ServerIncompatibleError
 from ajgrpo.inference.client import ControlClient
 from ajgrpo.inference.protocol import GenerateResponse
 
-NEEDS = preflight.Needs(logprobs=9, max_completion_length=100, compute_dtype="float32", backend="host")
+NEEDS = preflight.Needs(logprobs=9, max_completion_length=100, compute_dtype="float32")
 NOT_FOUND = object()
 
 
@@ -70,7 +70,7 @@ def server_info(section, **values):
 
 
 def test_a_good_server_passes():
-    table, asked = found(preflight.Needs(9, 100, "float32", "host", TOKENIZER, (2,)))
+    table, asked = found(preflight.Needs(9, 100, "float32", False, TOKENIZER, (2,)))
     assert {finding.status for finding in table.values()} == {"ok"}
     assert asked[-1]["token_ids"] == [2, 95]
     preflight.require(list(table.values()))
@@ -81,7 +81,7 @@ def test_a_good_server_passes():
     [
         ("server", {"/version": {"version": "0.27.0"}}, "vLLM 0.27.0"),
         ("developer mode", {"/server_info": NOT_FOUND}, "VLLM_SERVER_DEV_MODE=1"),
-        ("weight transfer", server_info("weight_transfer_config", backend="nccl"), '{"backend": "host"}'),
+        ("weight transfer", server_info("weight_transfer_config", backend="ipc"), '{"backend": "nccl"}'),
         ("log-probs", server_info("model_config", logprobs_mode="raw_logprobs"), "--logprobs-mode processed_logprobs"),
         ("number of log-probs", server_info("model_config", max_logprobs=8), "--max-logprobs 9"),
         ("context length", {"/v1/models": {"data": [{"id": "m", "max_model_len": 100}]}}, "--max-model-len"),
@@ -91,7 +91,7 @@ def test_a_good_server_passes():
     ],
 )
 def test_what_training_needs_is_demanded_with_the_flag_to_set(title, changes, text):
-    table, _ = found(preflight.Needs(9, 100, "float32", "host", TOKENIZER, (2,)), **changes)
+    table, _ = found(preflight.Needs(9, 100, "float32", False, TOKENIZER, (2,)), **changes)
     assert table[title].status == "failed"
     assert text in table[title].detail
     with pytest.raises(ServerIncompatibleError) as caught:
@@ -119,7 +119,7 @@ def test_one_cause_is_reported_once_and_a_paused_server_is_not_asked_to_generate
     table, asked = found(**{"/version": httpx.Response(503, text="loading")})
     assert [finding.title for finding in table.values() if finding.status == "failed"] == ["server"]
     assert table["dtype"].status == "not checked"
-    table, asked = found(preflight.Needs(9, 100, "float32", "host", TOKENIZER), **{"/is_paused": {"is_paused": True}})
+    table, asked = found(preflight.Needs(9, 100, "float32", False, TOKENIZER), **{"/is_paused": {"is_paused": True}})
     assert table["vocabulary"].status == "not checked"
     assert asked == [{}]
 
@@ -133,6 +133,6 @@ def test_all_failures_come_in_one_message():
 
 def test_needs_follow_the_configuration():
     config = AsyncGRPOConfig(top_k=50, top_p=0.9, num_sampler_logprobs=8, bf16=False, max_completion_length=7)
-    needs = preflight.needs_of(config, None, None, None)
-    assert needs == preflight.Needs(51, 7, "float32", None)
-    assert preflight.needs_of(AsyncGRPOConfig(), None, None, "host").logprobs == 9
+    needs = preflight.needs_of(config, own_transfer=True)
+    assert needs == preflight.Needs(51, 7, "float32", own_transfer=True)
+    assert preflight.needs_of(AsyncGRPOConfig()).logprobs == 9

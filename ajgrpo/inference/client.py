@@ -284,6 +284,12 @@ class ControlClient:
         body = self._json("GET", protocol.SERVER_INFO, ("vllm_config",), params={"config_format": "json"})
         return dict(body["vllm_config"])
 
+    def nccl_version(self) -> str | None:
+        """The server's NCCL library, for example ``"2.27.3"``; None where it does not say."""
+        body = self._json("GET", protocol.SERVER_INFO, ("vllm_config",), params={"config_format": "json"})
+        found = (body.get("system_env") or {}).get("nccl_version")
+        return str(found) if found else None
+
     def metrics_text(self) -> str:
         """The server's ``/metrics``; see ``parse_metrics``."""
         return self._call("GET", protocol.METRICS).text

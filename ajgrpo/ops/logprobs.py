@@ -26,8 +26,9 @@ from jax import lax
 
 Array = jax.Array
 
-MAX_TILE_ROWS = 512
-MAX_TILE_VOCABULARY = 4096
+MAX_TILE = (512, 4096)
+MAX_TILE_CPU = (128, 2048)
+"""Rows and vocabulary entries of a tile; smaller on a CPU, so that a tile's logits stay in the cache."""
 _MASKED = -1e30  # below every real logit, yet finite: exp(_MASKED - lse) is 0 and 0 * (_MASKED - lse) is not NaN
 
 
@@ -49,8 +50,8 @@ def head_statistics(
     temperature: float,
     softcap: float | None = None,
     candidate_ids: Array | None = None,
-    row_tile: int = MAX_TILE_ROWS,
-    vocab_tile: int = MAX_TILE_VOCABULARY,
+    row_tile: int | None = None,
+    vocab_tile: int | None = None,
 ) -> tuple[Array, Array]:
     """Log-probs of chosen tokens and the entropy of the distribution that they belong to.
 
@@ -65,8 +66,8 @@ def head_statistics(
         temperature: divides the logits; above 0.
         softcap: replaces a logit z by ``softcap * tanh(z / softcap)``, before the temperature.
         candidate_ids: int32 [M, C], distinct ids in each row, -1 pads. A row that names none uses the vocabulary.
-        row_tile: most rows of a tile.
-        vocab_tile: most vocabulary entries of a tile.
+        row_tile: most rows of a tile. None: what suits the default backend.
+        vocab_tile: most vocabulary entries of a tile. None: as for ``row_tile``.
 
     Returns:
         Log-probs float32 [M, N] and entropy in nats float32 [M]. The log-prob is 0 for a padded id and -inf for an id
@@ -77,6 +78,8 @@ def head_statistics(
     """
     _check(hidden_MH, kernel_VH, ids_MN, candidate_ids, temperature)
     rows, vocabulary = hidden_MH.shape[0], kernel_VH.shape[0]
+    suited = MAX_TILE_CPU if jax.default_backend() == "cpu" else MAX_TILE
+    row_tile, vocab_tile = row_tile or suited[0], vocab_tile or suited[1]
     settings = _Settings(float(temperature), softcap, min(row_tile, rows), min(vocab_tile, vocabulary))
     num_rows = jnp.clip(jnp.asarray(num_rows, jnp.int32), 0, rows)
     live = jnp.arange(rows, dtype=jnp.int32) < num_rows

@@ -79,6 +79,8 @@ class GenerateClient(Protocol):
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse: ...
 
+    async def metrics_text(self) -> str: ...
+
     async def close(self) -> None: ...
 
 
@@ -112,11 +114,12 @@ class WorkerSpec:
         model_name: the model's name on the server.
         max_model_len: longest sequence that the server accepts, in tokens.
         tokenizer: a ``transformers`` tokenizer with a chat template.
-        dataset: rows with a column ``prompt`` (list of messages). With ``len`` and ``[]`` it is shuffled anew each
+        dataset: rows with a column ``prompt`` (list of messages), which may be missing with ``environment_factory``;
+            None: the environment gives every prompt. With ``len`` and ``[]`` it is shuffled anew each
             epoch; otherwise it is read in order, again and again.
         reward_funcs: see ``rollout.scoring``.
         tools: functions offered to ``generate_one``.
-        environment_factory: not available yet; must be None.
+        environment_factory: makes an environment, or a mapping of names to factories; see ``rollout.environments``.
         loop_cls: subclass of ``AsyncRolloutLoop``; None: that class itself.
         eos_token_ids: ids that end a completion; sent with each request.
         token_allowance: the allowance until the trainer sets another.
@@ -151,3 +154,7 @@ class PromptTooLongError(AjgrpoError):
     Raised by ``AsyncRolloutLoop.generate_one_turn``. In the first turn it skips the prompt (counted); in a later one it
     ends the conversation.
     """
+
+
+class RolloutFailedError(AjgrpoError):
+    """A rollout that raised or took too long; its group goes on without it."""

@@ -1,10 +1,10 @@
 """One rollout: the turns of a conversation, each one request to the server.
 
-    messages ──render──▶ prompt ids ──sample_turn──▶ TurnRecord ──parse──▶ assistant message
+    messages ──render──▶ prompt ids ──sample_turn──▶ TurnRecord ──parse──▶ assistant message, tool calls
         ▲                                                                        │
         └───────────── answers (tool results) ◀── respond ◀──────────────────────┘
 
-Left out: who responds. Without tools nobody does, and the conversation has one turn.
+Left out: who responds (``rollout.tools``). Without tools nobody does, and the conversation has one turn.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from ajgrpo.config import AsyncGRPOConfig
 from ajgrpo.errors import ServerError, ServerIncompatibleError
 from ajgrpo.inference.protocol import GenerateResponse, SamplingParams, WeightSpan
 from ajgrpo.rollout.api import PromptTooLongError
+from ajgrpo.rollout.calls import ToolCall
 from ajgrpo.rollout.chat import ChatFormat
 from ajgrpo.rollout.reconcile import most_likely
 from ajgrpo.types import Message, Rollout, TurnRecord
@@ -28,7 +30,15 @@ UNKNOWN_VERSION = -1
 """Policy version of a token whose weights carry no number (those that the server was started with)."""
 
 SampleTurn = Callable[[list[int]], Awaitable[TurnRecord]]
-Respond = Callable[[Message], Awaitable[list[Message]]]
+Respond = Callable[[Sequence[ToolCall]], Awaitable[list[Message]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode:
+    """A finished conversation; ``exhausted`` when it was cut while the model still called tools."""
+
+    rollout: Rollout
+    exhausted: bool = False
 
 
 async def run_episode(
@@ -36,39 +46,45 @@ async def run_episode(
     chat: ChatFormat,
     sample_turn: SampleTurn,
     respond: Respond | None = None,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
     max_responses: int | None = None,
-) -> Rollout:
-    """Generates one conversation.
+) -> Episode:
+    """Generates one conversation: turns, until one calls no tool.
 
     Args:
         prompt: the messages to start from.
         chat: renders and parses.
         sample_turn: samples one turn from prompt ids.
-        respond: answers the assistant's message; an empty list ends the conversation. None: nobody answers.
-        max_responses: bound on the answers; None: no bound.
+        respond: answers the calls of a message. None: nobody answers, and there is one turn.
+        tools: JSON schemas of the tools on offer.
+        max_responses: bound on the answered messages; None: no bound.
 
     Raises:
         PromptTooLongError: the first turn's prompt is too long; a later one ends the conversation.
     """
     turns: list[TurnRecord] = []
     completion: list[Message] = []
+    exhausted = False
     while True:
+        prompt_ids = chat.render([*prompt, *completion], tools)
         try:
-            turn = await sample_turn(chat.render([*prompt, *completion]))
+            turn = await sample_turn(prompt_ids)
         except PromptTooLongError:
             if not turns:
                 raise
             break
         turns.append(turn)
-        completion.append(chat.parse(turn.output_ids))
-        if respond is None or len(turns) - 1 == max_responses:
+        parsed = chat.parse(turn.output_ids, tools, prompt_ids)
+        completion.append(parsed.message)
+        if respond is None or not parsed.calls:
             break
-        answers = await respond(completion[-1])
-        if not answers:
+        if len(turns) - 1 == max_responses:
+            exhausted = True
             break
-        completion += answers
+        completion += await respond(parsed.calls)
     completion_ids = [token for turn in turns for token in turn.output_ids]
-    return Rollout(completion=completion, completion_ids=completion_ids, turns=turns)
+    return Episode(Rollout(completion=completion, completion_ids=completion_ids, turns=turns), exhausted)
 
 
 @dataclasses.dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -12,7 +13,16 @@ from ajgrpo.errors import AjgrpoError
 from ajgrpo.metrics import Metrics
 from ajgrpo.rollout.prompts import Prompt
 from ajgrpo.rollout.reconcile import Reconciled, make_sample, reconcile
-from ajgrpo.types import Rollout, RolloutGroup, RolloutSample
+from ajgrpo.types import Message, Rollout, RolloutGroup, RolloutSample
+
+
+@dataclasses.dataclass
+class Generated:
+    """A rollout that succeeded, with the prompt that it started from and (environment class, reward), or None."""
+
+    rollout: Rollout
+    prompt: list[Message]
+    env_reward: tuple[type, float] | None = None
 
 
 class OpenGroup:
@@ -22,22 +32,38 @@ class OpenGroup:
         prompt: the prompt.
         group_id: counts the groups from 0.
         model_version: policy version when the first rollout started; set by whoever starts it.
+        tasks: the rollouts' tasks by index, set by whoever starts them.
+        given_up: whether the rollouts that still ran were cancelled.
     """
 
     def __init__(self, prompt: Prompt, group_id: int, size: int):
         self.prompt, self.group_id = prompt, group_id
         self.model_version = 0
-        self._outcomes: list[Rollout | AjgrpoError | None] = [None] * size
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.given_up = False
+        self._outcomes: list[Generated | AjgrpoError | None] = [None] * size
 
-    def settle(self, index: int, outcome: Rollout | AjgrpoError) -> bool:
+    def settle(self, index: int, outcome: Generated | AjgrpoError) -> bool:
         """Notes how rollout ``index`` ended; True when it was the last."""
         self._outcomes[index] = outcome
         return None not in self._outcomes
 
     @property
-    def rollouts(self) -> list[Rollout]:
+    def waits_for_stragglers(self) -> bool:
+        """Whether all rollouts have started and at least half of them, and two, have just succeeded."""
+        return len(self.tasks) == len(self._outcomes) and len(self.generated) == max(2, -(-len(self._outcomes) // 2))
+
+    def give_up(self) -> None:
+        """Cancels the rollouts that still run."""
+        for index, outcome in enumerate(self._outcomes):
+            if outcome is None:
+                self.given_up = True
+                self.tasks[index].cancel()
+
+    @property
+    def generated(self) -> list[Generated]:
         """The rollouts that succeeded, by index."""
-        return [outcome for outcome in self._outcomes if isinstance(outcome, Rollout)]
+        return [outcome for outcome in self._outcomes if isinstance(outcome, Generated)]
 
     @property
     def errors(self) -> list[AjgrpoError]:
@@ -84,11 +110,12 @@ def collect(opened: OpenGroup) -> CollectedGroup:
     Raises:
         ValueError: a rollout's turns are inconsistent (see ``reconcile``).
     """
-    prompt, rollouts = opened.prompt, opened.rollouts
+    prompt, generated = opened.prompt, opened.generated
+    rollouts = [each.rollout for each in generated]
     reconciled = [reconcile(rollout.turns) for rollout in rollouts]
     size = len(rollouts)
     group = RolloutGroup(
-        prompts=[prompt.messages for _ in rollouts],
+        prompts=[each.prompt for each in generated],
         reward_kwargs={name: [value] * size for name, value in prompt.columns.items()},
         completions=[rollout.completion for rollout in rollouts],
         completions_ids=[rollout.completion_ids for rollout in rollouts],
@@ -98,7 +125,7 @@ def collect(opened: OpenGroup) -> CollectedGroup:
         model_version=opened.model_version,
         group_id=opened.group_id,
         row_index=prompt.row_index,
-        env_rewards=[None] * size,
+        env_rewards=[each.env_reward for each in generated],
         rollout_rewards=[rollout.reward for rollout in rollouts],
         queued_at=time.monotonic(),
         prompt_index=prompt.index,

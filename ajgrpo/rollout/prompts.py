@@ -6,6 +6,7 @@ A prompt's index counts the prompts over all epochs; it is what a resumed run co
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sized
@@ -38,8 +39,8 @@ class Prompt:
 
     @property
     def messages(self) -> list[Message]:
-        """The column ``prompt``, every message a fresh dict."""
-        return [dict(message) for message in self.row["prompt"]]
+        """The column ``prompt``, every message a fresh dict; empty where the environment gives the prompt."""
+        return [dict(message) for message in self.row.get("prompt") or []]
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -47,8 +48,17 @@ class Prompt:
         return {name: value for name, value in self.row.items() if name != "prompt"}
 
 
-def read_prompts(dataset: Any, *, seed: int, start_index: int = 0, num_epochs: float | None = None) -> Iterator[Prompt]:
+def read_prompts(
+    dataset: Any,
+    *,
+    seed: int,
+    start_index: int = 0,
+    num_epochs: float | None = None,
+    from_environment: bool = False,
+) -> Iterator[Prompt]:
     """Yields prompts over all epochs.
+
+    With ``from_environment`` a row may lack the column ``prompt``, and without a dataset there are endless empty rows.
 
     A dataset with a length is read in a new order each epoch, ``np.random.default_rng([seed, epoch]).permutation``,
     from ``start_index`` to ``ceil(num_epochs · length)``. Any other is read in its own order, always from its first
@@ -57,15 +67,19 @@ def read_prompts(dataset: Any, *, seed: int, start_index: int = 0, num_epochs: f
     Raises:
         DatasetError: no dataset, an empty one, or a row that is not conversational.
     """
-    if dataset is None:
+    if dataset is None and from_environment:
+        yield from (Prompt(index, index, 0, {}) for index in itertools.count(start_index))
+    elif dataset is None:
         raise DatasetError("the rollout worker needs a dataset with a column 'prompt', got None")
-    if isinstance(dataset, Sized):
-        yield from _read_shuffled(dataset, seed, start_index, num_epochs)
+    elif isinstance(dataset, Sized):
+        yield from _read_shuffled(dataset, seed, start_index, num_epochs, from_environment)
     else:
-        yield from _read_in_order(dataset, start_index, num_epochs)
+        yield from _read_in_order(dataset, start_index, num_epochs, from_environment)
 
 
-def _read_shuffled(dataset: Any, seed: int, start_index: int, num_epochs: float | None) -> Iterator[Prompt]:
+def _read_shuffled(
+    dataset: Any, seed: int, start_index: int, num_epochs: float | None, from_environment: bool
+) -> Iterator[Prompt]:
     size = len(dataset)
     if size == 0:
         raise DatasetError("the dataset has no rows")
@@ -76,25 +90,29 @@ def _read_shuffled(dataset: Any, seed: int, start_index: int, num_epochs: float 
         if epoch != order_epoch:
             order, order_epoch = np.random.default_rng([seed, epoch]).permutation(size), epoch
         row_index = int(order[offset])
-        yield Prompt(index, row_index, epoch, checked_row(dataset[row_index], row_index))
+        yield Prompt(index, row_index, epoch, checked_row(dataset[row_index], row_index, from_environment))
         index += 1
 
 
-def _read_in_order(dataset: Any, start_index: int, num_epochs: float | None) -> Iterator[Prompt]:
+def _read_in_order(
+    dataset: Any, start_index: int, num_epochs: float | None, from_environment: bool
+) -> Iterator[Prompt]:
     index, epoch = start_index, 0
     while num_epochs is None or epoch < math.ceil(num_epochs):
         first = index
         for row_index, row in enumerate(dataset):
-            yield Prompt(index, row_index, epoch, checked_row(row, row_index))
+            yield Prompt(index, row_index, epoch, checked_row(row, row_index, from_environment))
             index += 1
         if index == first:
             raise DatasetError(f"the streaming dataset gave no rows in epoch {epoch}")
         epoch += 1
 
 
-def checked_row(row: Any, row_index: int) -> dict[str, Any]:
+def checked_row(row: Any, row_index: int, from_environment: bool = False) -> dict[str, Any]:
     """The row itself, when its ``prompt`` is a list of messages and no column has a reserved name."""
     prompt = row.get("prompt")
+    if prompt is None and from_environment:
+        prompt = [{}]
     conversational = isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)
     if not conversational:
         raise DatasetError(

@@ -39,6 +39,10 @@ ADVANTAGE_EPSILON = 1e-6
 RULE = "it must return one finite number, or None (not applicable), for each completion"
 
 
+class RewardRaisedError(RewardError):
+    """A reward function raised; unlike a value of the wrong kind, that may pass (a judge that did not answer)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SourceRewards:
     """What one source gave each rollout: float64 [G], NaN where it does not apply."""
@@ -67,6 +71,9 @@ class Scorer:
         sources = list(await asyncio.gather(*(self._call(name, function, group) for name, function in self._functions)))
         if any(reward is not None for reward in group.rollout_rewards):
             sources.append(SourceRewards(ROLLOUT_SOURCE, checked_rewards(ROLLOUT_SOURCE, group.rollout_rewards, group)))
+        if kinds := {entry[0].__name__ for entry in group.env_rewards if entry is not None}:
+            values = [math.nan if entry is None else entry[1] for entry in group.env_rewards]
+            sources.append(SourceRewards(" or ".join(sorted(kinds)), np.array(values)))
         return sources
 
     def close(self) -> None:
@@ -92,7 +99,7 @@ class Scorer:
             hint = ""
             if isinstance(exc, TypeError) and "unexpected keyword argument" in str(exc):
                 hint = "; every dataset column is passed to it, so let it accept **kwargs"
-            raise RewardError(f"reward function {name!r} raised {type(exc).__name__}: {exc}{hint}") from exc
+            raise RewardRaisedError(f"reward function {name!r} raised {type(exc).__name__}: {exc}{hint}") from exc
         return SourceRewards(name, checked_rewards(name, returned, group))
 
 

@@ -25,6 +25,9 @@ import numpy as np
 from ajgrpo.weights import base
 from ajgrpo.weights.base import Chunk, TensorSpec, TransferError
 
+STRIP_BYTES = 32
+"""Fastest of those tried (16 to 256) for a 1024 × 3072 matrix on an x86 server."""
+
 _POLL_S = 0.1
 
 
@@ -196,7 +199,9 @@ class Sender:
     def _send_chunk(self, chunk: Chunk, tensors: Iterator[tuple[str, Any]]) -> None:
         self._send(base.FRAME.pack(base.CHUNK, chunk.nbytes))
         for spec in self._manifest[chunk.start : chunk.stop]:
-            array = np.ascontiguousarray(tensor_array(spec, next(tensors, None)))
+            array = tensor_array(spec, next(tensors, None))
+            if not array.flags.c_contiguous:
+                array = copy_row_major(array, np.empty(array.shape, array.dtype))
             self._send(array.reshape(-1).view(np.uint8).data)
 
     def _share_chunk(self, slots: SharedSlots, number: int, chunk: Chunk, tensors: Iterator[tuple[str, Any]]) -> None:
@@ -206,7 +211,7 @@ class Sender:
         for spec in self._manifest[chunk.start : chunk.stop]:
             array = tensor_array(spec, next(tensors, None))
             place = target[offset : offset + spec.nbytes].view(array.dtype).reshape(spec.shape)
-            np.copyto(place, array)
+            copy_row_major(array, place)
             offset += spec.nbytes
         self._send(base.FRAME.pack(base.SHARED_CHUNK, chunk.nbytes))
 
@@ -245,6 +250,20 @@ def tensor_array(spec: TensorSpec, item: tuple[str, Any] | None) -> np.ndarray:
     if got != spec:
         raise TransferError(f"the manifest says {spec}, the trainer's next tensor is {got}")
     return array
+
+
+def copy_row_major(source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Copies into a row-major array of the same shape and dtype, which is returned.
+
+    A transposed matrix is copied in strips of few columns: its whole rows would touch a cache line for each element.
+    """
+    if source.ndim == 2 and source.flags.f_contiguous and not source.flags.c_contiguous:
+        width = STRIP_BYTES // source.dtype.itemsize
+        for start in range(0, source.shape[1], width):
+            target[:, start : start + width] = source[:, start : start + width]
+    else:
+        np.copyto(target, source)
+    return target
 
 
 def _ahead(tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -101,14 +101,16 @@ def test_checkpoint_to_params_to_checkpoint_is_byte_equal(config: ModelConfig, d
         assert tensor.tobytes() == tensors[name].tobytes(), name
 
 
-def test_device_arrays_come_out_as_device_arrays_in_the_dtype_asked_for() -> None:
+@pytest.mark.parametrize(("on_host", "kind"), [(False, jax.Array), (True, np.ndarray)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_device_arrays_come_out_in_the_place_and_dtype_asked_for(on_host: bool, kind: type, dtype: str) -> None:
     tensors = drawn_tensors(CONFIG)
     params = jax.tree.map(jnp.asarray, assemble(CONFIG, tensors.items(), "float32"))
-    manifest = checkpoint_manifest(CONFIG, "bfloat16")
-    for spec, (name, tensor) in zip(manifest, iter_checkpoint(CONFIG, params, "bfloat16"), strict=True):
-        assert isinstance(tensor, jax.Array)
+    manifest = checkpoint_manifest(CONFIG, dtype)
+    for spec, (name, tensor) in zip(manifest, iter_checkpoint(CONFIG, params, dtype, on_host), strict=True):
+        assert isinstance(tensor, kind)
         assert (spec.name, spec.shape, spec.dtype) == (name, tensor.shape, tensor.dtype.name)
-        np.testing.assert_array_equal(np.asarray(tensor), tensors[name].astype(ml_dtypes.bfloat16))
+        np.testing.assert_array_equal(np.asarray(tensor), tensors[name].astype(np.dtype(dtype)))
 
 
 @pytest.mark.parametrize("op", [COPY, TRANSPOSE])

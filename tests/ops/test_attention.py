@@ -165,6 +165,17 @@ def test_rerun_gives_the_same_bits():
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
+def test_the_default_block_suits_the_backend():
+    rng = np.random.default_rng(11)
+    mask = tree_mask(reference.random_tree(rng, 300))
+    arrays = inputs(rng, 300, 4, 2, 16)
+    suited, other = (64, 256) if jax.default_backend() == "cpu" else (256, 64)
+    default, same, different = (attend_and_differentiate(*arrays, mask, block=block) for block in (None, suited, other))
+    for x, y in zip(default, same, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert any((x != y).any() for x, y in zip(default, different, strict=True)), "another block sums in another order"
+
+
 def test_bfloat16_inputs():
     rng = np.random.default_rng(6)
     tree = reference.random_tree(rng, 150)

@@ -114,6 +114,19 @@ def test_against_float64(case: str):
             np.testing.assert_array_equal(array[num_rows:], 0.0)
 
 
+def test_default_tiles_that_divide_neither_rows_nor_vocabulary():
+    """More rows and entries than one default tile holds, on any backend."""
+    rows, vocabulary = 1100, 4500
+    rng = np.random.default_rng(12)
+    hidden, kernel = rng.normal(size=(rows, 4)).astype(np.float32), rng.normal(size=(vocabulary, 4)).astype(np.float32)
+    ids = rng.integers(vocabulary, size=(rows, 3)).astype(np.int32)
+    grads = rng.normal(size=ids.shape).astype(np.float32), rng.normal(size=rows).astype(np.float32)
+    found = statistics_and_gradients(hidden, kernel, ids, 1030, *grads, temperature=1.0)
+    expected = reference.head(hidden, kernel, ids, 1030, *grads, temperature=1.0, softcap=None, candidates=None)
+    for x, y in zip(found, expected, strict=True):
+        assert reference.relative_error(x, y) < 3e-6
+
+
 def test_padded_ids_give_zero_and_no_gradient():
     hidden, kernel, ids, d_log_probs, d_entropy = inputs(3)
     run = functools.partial(statistics_and_gradients, temperature=1.0, row_tile=8, vocab_tile=16)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from ajgrpo.config import AsyncGRPOConfig
+from ajgrpo.errors import ServerIncompatibleError
 from ajgrpo.inference.protocol import GenerateRequest, GenerateResponse, WeightSpan
 from ajgrpo.metrics import Metrics, Observation
 from ajgrpo.rollout.api import WorkerSpec
@@ -94,6 +95,9 @@ class FakeClient:
             await gate.wait()
         return self._answer(request, number)
 
+    async def metrics_text(self) -> str:
+        raise ServerIncompatibleError("GET /metrics answered 404")
+
     async def close(self) -> None:
         self.closed = True
 
@@ -128,7 +132,12 @@ def question(index: int) -> dict[str, Any]:
 
 def make_spec(answer: Answer = lambda request, number: reply(str(number % 2)), **overrides: Any) -> WorkerSpec:
     """A spec with ample allowance and two rollouts per prompt; ``config`` may be a dict of options."""
-    options: dict[str, Any] = {"num_generations": 2, "max_completion_length": 16, "num_sampler_logprobs": 2}
+    options: dict[str, Any] = {
+        "num_generations": 2,
+        "max_completion_length": 16,
+        "num_sampler_logprobs": 2,
+        "rollout_retries": 0,
+    }
     config = overrides.pop("config", {})
     fields: dict[str, Any] = {
         "config": AsyncGRPOConfig(**options | config) if isinstance(config, dict) else config,

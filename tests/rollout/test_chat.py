@@ -28,13 +28,13 @@ def word_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
 def test_render_and_parse_with_a_real_tokenizer() -> None:
     chat = ChatFormat(word_tokenizer(TEMPLATE), {"mood": " gladly"})
     assert chat.render([{"role": "user", "content": "hello you"}]) == [2, 4, 5, 1, 3, 6]
-    assert chat.parse([4, 5, 1]) == {"role": "assistant", "content": "hello you"}
+    assert chat.parse([4, 5, 1]).message == {"role": "assistant", "content": "hello you"}
 
 
 def test_render_passes_the_template_arguments() -> None:
     chat = ChatFormat(CharTokenizer(), {"suffix": "!"})
     assert chat.render([{"role": "user", "content": "hi"}]) == encode("user:hi;!assistant:")
-    assert chat.parse([*encode(" yes\n"), EOS]) == {"role": "assistant", "content": " yes\n"}
+    assert chat.parse([*encode(" yes\n"), EOS]).message == {"role": "assistant", "content": " yes\n"}
 
 
 def test_a_tokenizer_without_template_is_refused() -> None:

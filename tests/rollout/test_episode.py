@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -14,15 +15,20 @@ from ajgrpo.config import AsyncGRPOConfig
 from ajgrpo.errors import ServerError, ServerIncompatibleError
 from ajgrpo.inference.protocol import GenerateResponse, SamplingParams, WeightSpan
 from ajgrpo.rollout.api import PromptTooLongError
+from ajgrpo.rollout.calls import CallFormat, ParsedText, ToolCall
 from ajgrpo.rollout.chat import ChatFormat
-from ajgrpo.rollout.episode import RolloutContext, read_turn, run_episode, sampling_params, token_versions
-from ajgrpo.types import Message, Rollout, TurnRecord
+from ajgrpo.rollout.episode import Episode, RolloutContext, read_turn, run_episode, sampling_params, token_versions
+from ajgrpo.types import Message, TurnRecord
 from tests.rollout.fakes import EOS, CharTokenizer, encode, reply, text_of
 
 PROMPT: list[Message] = [{"role": "user", "content": "q"}]
 
 
-def converse(answers: list[str], responses: list[list[Message]] | None = None, **limits: Any) -> Rollout:
+CALLS = CallFormat("a", lambda text: ParsedText(text, [ToolCall("t")] if text == "a" else []))
+"""The text ``a`` is a call."""
+
+
+def converse(answers: list[str], responses: list[list[Message]] | None = None, **limits: Any) -> Episode:
     """Runs an episode whose turns give ``answers`` in order; a missing answer is a prompt that is too long."""
     remaining, pending = list(answers), list(responses or [])
 
@@ -32,15 +38,18 @@ def converse(answers: list[str], responses: list[list[Message]] | None = None, *
         output_ids = [*encode(remaining.pop(0)), EOS]
         return TurnRecord(prompt_ids, output_ids, [-1.0] * len(output_ids))
 
-    async def respond(message: Message) -> list[Message]:
-        return pending.pop(0) if pending else []
+    async def respond(calls: Sequence[ToolCall]) -> list[Message]:
+        assert calls == [ToolCall("t")]
+        return pending.pop(0)
 
-    respond_or_none = None if responses is None else respond
-    return asyncio.run(run_episode(PROMPT, ChatFormat(CharTokenizer()), sample_turn, respond_or_none, **limits))
+    chat = ChatFormat(CharTokenizer(), call_format=CALLS)
+    if responses is None:
+        return asyncio.run(run_episode(PROMPT, chat, sample_turn))
+    return asyncio.run(run_episode(PROMPT, chat, sample_turn, respond, tools=[{}], **limits))
 
 
 def test_a_single_turn() -> None:
-    rollout = converse(["7"])
+    rollout = converse(["7"]).rollout
     assert rollout.completion == [{"role": "assistant", "content": "7"}]
     assert rollout.completion_ids == [ord("7"), EOS]
     assert [text_of(turn.prompt_ids) for turn in rollout.turns] == ["user:q;assistant:"]
@@ -48,7 +57,9 @@ def test_a_single_turn() -> None:
 
 
 def test_answers_go_into_the_next_prompt_until_there_are_none() -> None:
-    rollout = converse(["a", "b"], [[{"role": "tool", "content": "t"}]])
+    episode = converse(["a", "b"], [[{"role": "tool", "content": "t"}]])
+    assert not episode.exhausted
+    rollout = episode.rollout
     assert [message["content"] for message in rollout.completion] == ["a", "t", "b"]
     assert text_of(rollout.turns[1].prompt_ids) == "user:q;assistant:a;tool:t;assistant:"
     assert text_of(rollout.completion_ids) == "ab"
@@ -56,12 +67,15 @@ def test_answers_go_into_the_next_prompt_until_there_are_none() -> None:
 
 def test_answers_are_bounded() -> None:
     endless = [[{"role": "tool", "content": "t"}]] * 9
-    assert len(converse(["a"] * 9, endless, max_responses=2).turns) == 3
-    assert len(converse(["a"] * 9, endless, max_responses=0).turns) == 1
+    for bound in (0, 2):
+        episode = converse(["a"] * 9, endless, max_responses=bound)
+        assert len(episode.rollout.turns) == bound + 1 and episode.exhausted
+        assert episode.rollout.completion[-1]["role"] == "assistant"
+    assert not converse(["a", "a", "b"], endless, max_responses=2).exhausted
 
 
 def test_a_later_prompt_that_is_too_long_ends_the_conversation() -> None:
-    rollout = converse(["a"], [[{"role": "tool", "content": "t"}]])
+    rollout = converse(["a"], [[{"role": "tool", "content": "t"}]]).rollout
     assert [message["content"] for message in rollout.completion] == ["a", "t"] and len(rollout.turns) == 1
     with pytest.raises(PromptTooLongError):
         converse([])

@@ -156,7 +156,7 @@ def test_an_error_in_the_worker_arrives_with_its_traceback() -> None:
         assert isinstance(error, WorkerDiedError)
         text = str(error)
         assert "in failing_reward" in text and "ZeroDivisionError: of the reward" in text
-        assert "RewardError: reward function 'failing_reward' raised" in text
+        assert "RewardRaisedError: reward function 'failing_reward' raised" in text
         assert "ExceptionGroup" not in text
         assert str(health_error(worker)) == text
 

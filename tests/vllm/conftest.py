@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -36,14 +37,14 @@ class Servers:
         self._python, self._directory = python, directory
         self._kind, self._current, self._count = "", None, 0
 
-    def get(self, kind: str, model_dir: pathlib.Path, flags=(), environment=None) -> VLLMServer:
+    def get(self, kind: str, model_dir: pathlib.Path, *arguments: Any, **options: Any) -> VLLMServer:
         """The running server of this kind, started anew where the last one is of another kind or has ended."""
         if self._current is not None and (self._kind != kind or self._current.process.poll() is not None):
             self.stop()
         if self._current is None:
             self._count += 1
             log = self._directory / f"{kind}-{self._count}.log"
-            self._current = VLLMServer(self._python, model_dir, log, flags, environment).__enter__()
+            self._current = VLLMServer(self._python, model_dir, log, *arguments, **options).__enter__()
             self._kind = kind
         return self._current
 

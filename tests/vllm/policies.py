@@ -95,7 +95,7 @@ class Policies:
 
     def push(self, transfer: HostWeightTransfer, number: int, dtype: str = "float32") -> None:
         transfer.pause()
-        transfer.send(mapping.iter_checkpoint(self.config, self.params(number), dtype))
+        transfer.send(mapping.iter_checkpoint(self.config, self.params(number), dtype, on_host=True))
         transfer.resume()
 
 

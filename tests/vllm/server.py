@@ -34,6 +34,7 @@ class VLLMServer:
         log_path: where its output goes.
         flags: further command-line flags.
         environment: further environment variables.
+        scale_out: offer ``/inference/v1/generate``.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class VLLMServer:
         log_path: pathlib.Path,
         flags: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        scale_out: bool = True,
     ):
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
@@ -52,7 +54,7 @@ class VLLMServer:
             "--model", str(model_dir), "--served-model-name", MODEL_NAME,
             "--weight-transfer-config", '{"backend": "host"}', "--logprobs-mode", "processed_logprobs",
             "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-            "--max-model-len", "512", "--enforce-eager", "--enable-scale-out", *flags,
+            "--max-model-len", "512", "--enforce-eager", *(["--enable-scale-out"] if scale_out else []), *flags,
         ]  # fmt: skip
         # The entry point is that of the installed package; its code is this checkout's.
         paths = {"PYTHONPATH": str(ROOT), "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}

@@ -53,7 +53,7 @@ def test_tensor_parallel_workers_each_take_the_weights_and_report_failures(serve
     control = ControlClient(server.base_url, timeout_s=60)
     for shared_memory in (True, False):
         with TIED.transfer(control, shared_memory=shared_memory) as transfer:
-            assert transfer._world_size == 2
+            assert transfer.world_size == 2
             TIED.push(transfer, 1)
             TIED.assert_served(server.base_url, 1, "0")
             TIED.push(transfer, 0)

@@ -127,7 +127,7 @@ def test_a_wrong_type_is_refused_by_the_server_itself(server, control):
     info = {"names": ["a"], "dtype_names": ["int32"], "shapes": [[1]], "transfer_id": "x"}
     with TIED.transfer(control) as transfer:
         transfer._transfer_id = "x"
-        transfer._announce()
+        transfer._connect()
         control.start_update()
         with pytest.raises(ServerResponseError, match="a: dtype must be one of float32"):
             control.update_weights(info, timeout_s=20)

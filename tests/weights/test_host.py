@@ -221,7 +221,7 @@ def test_a_worker_that_fails_behind_a_good_reply_ends_the_push_and_the_next_one_
     server.failing_rank = 1
     with connected(server) as transfer:
         transfer.pause()
-        with pytest.raises(WeightTransferError, match=r"the server answered, yet .* server worker 1: out of memory"):
+        with pytest.raises(WeightTransferError, match="server worker 1: out of memory"):
             transfer.send(ARRAYS)
         assert server.calls[-1] == "update"
         server.failing_rank = None
