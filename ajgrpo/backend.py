@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from ajgrpo import preflight
 from ajgrpo.canary import Canary, ModelScorer, canary_prompts
 from ajgrpo.config import EMBEDDED, AsyncGRPOConfig
-from ajgrpo.errors import ServerError
+from ajgrpo.errors import AjgrpoError, ServerError, ServerTimeoutError
 from ajgrpo.hf import mapping
 from ajgrpo.inference.client import ControlClient
 from ajgrpo.metrics import Metrics
@@ -37,6 +37,10 @@ from ajgrpo.weights.base import WeightTransfer
 from ajgrpo.weights.host import HostWeightTransfer
 
 logger = logging.getLogger(__name__)
+
+PROBE_INTERVAL_S, PROBE_TIMEOUT_S = 10.0, 5.0
+"""How often the trainer, while it waits for samples, asks a server that it did not start whether it is there, and how
+long it waits for the answer."""
 
 Times = defaultdict[str, float]
 """Seconds by name."""
@@ -71,6 +75,47 @@ class BackendParts:
     environment_factory: Any = None
 
 
+class OutageWatch:
+    """Asks a server that was started elsewhere now and then whether it is still there.
+
+    A server may be restarted, so silence is first reported, and an error only when it lasts.
+
+    Args:
+        control: client of the server.
+        bound_s: how long the server may be silent.
+    """
+
+    def __init__(self, control: ControlClient, bound_s: float):
+        self._control, self._bound_s = control, bound_s
+        self._next_probe = self._last_answer = time.monotonic()
+
+    def check(self) -> None:
+        """Asks, unless that was done less than ``PROBE_INTERVAL_S`` ago.
+
+        Raises:
+            ServerTimeoutError: it has not answered for ``bound_s`` seconds.
+        """
+        now = time.monotonic()
+        if now < self._next_probe:
+            return
+        try:
+            self._control.check_health(timeout_s=PROBE_TIMEOUT_S)
+        except ServerError as exc:
+            silent = time.monotonic() - self._last_answer
+            if silent > self._bound_s:
+                raise ServerTimeoutError(
+                    f"the server at {self._control.base_url} has not answered for {silent:.0f} s "
+                    f"(vllm_server_timeout={self._bound_s:g}): {exc}; start it again and resume from the checkpoint"
+                ) from exc
+            logger.warning(
+                "the server at %s does not answer: %s; waiting for it until vllm_server_timeout=%g s have passed",
+                *(self._control.base_url, exc, self._bound_s),
+            )
+        else:
+            self._last_answer = time.monotonic()
+        self._next_probe = time.monotonic() + PROBE_INTERVAL_S
+
+
 class Backend:
     """Owns the server's process, the worker and the weight transfer of one run.
 
@@ -94,6 +139,7 @@ class Backend:
         self._worker, self._transfer = worker, transfer
         self._spawned: AsyncRolloutWorker | None = None
         self._server: EmbeddedServer | None = None
+        self._outage: OutageWatch | None = None
         self._canary: Canary | None = None
         self._stack = contextlib.ExitStack()
         self._base_url = config.vllm_server_base_url
@@ -127,6 +173,8 @@ class Backend:
         control = ControlClient(self._base_url, timeout_s=config.vllm_server_timeout)
         self._stack.callback(control.close)
         control.wait_until_ready(config.vllm_server_timeout)
+        if self._server is None:
+            self._outage = OutageWatch(control, config.vllm_server_timeout)
         own_transfer = self._transfer is not None
         needs = preflight.needs_of(config, self.parts.model_config, self.parts.tokenizer, own_transfer)
         preflight.require(preflight.inspect(control, needs))
@@ -190,8 +238,17 @@ class Backend:
 
         Raises:
             WeightTransferError: with the phase that failed.
+            ServerError: the embedded server has ended meanwhile; with the last lines of its log.
             ServerIncompatibleError: the server's log-probs are not those of the new weights.
         """
+        try:
+            self._push(params, times)
+        except AjgrpoError as exc:
+            if self._server is not None and self._server.ended():
+                raise self._server_ended() from exc
+            raise
+
+    def _push(self, params: Any, times: Times) -> None:
         assert self._transfer is not None, "start_server comes first"
         start = time.perf_counter()
         self._transfer.pause()
@@ -235,12 +292,19 @@ class Backend:
         """Raises when no more samples can be expected.
 
         Raises:
-            ServerError: the embedded server has ended; with the last lines of its log.
+            ServerError: the embedded server has ended, with the last lines of its log; or one that was started
+                elsewhere has not answered for ``vllm_server_timeout``.
             RolloutWorkerError: the worker has ended or hangs.
         """
         if self._server is not None and not self._server.alive():
-            raise ServerError(f"the embedded server has ended; the end of its log:\n{self._server.log_tail()}")
+            raise self._server_ended()
+        if self._outage is not None:
+            self._outage.check()
         self.worker.check_health(self.config.rollout_worker_timeout)
+
+    def _server_ended(self) -> ServerError:
+        assert self._server is not None
+        return ServerError(f"the embedded server has ended; the end of its log:\n{self._server.log_tail()}")
 
     def drain_metrics(self, metrics: Metrics) -> None:
         """Moves what the worker has reported into ``metrics``."""

@@ -364,6 +364,12 @@ def combination_violations(c: AsyncGRPOConfig) -> list[str]:
             "score_centering=False",
         ),
         (
+            c.token_budget is None or c.token_budget > c.max_completion_length,
+            f"token_budget must be above max_completion_length, got {c.token_budget} and {c.max_completion_length}: a "
+            "completion of full length would never be trained; raise the one, lower the other, or leave token_budget "
+            "unset",
+        ),
+        (
             not c.push_to_hub or c.hub_model_id is not None,
             "push_to_hub=True needs hub_model_id (for example 'my-name/my-model')",
         ),

@@ -15,6 +15,7 @@ import datasets
 
 from ajgrpo.errors import DatasetError
 from ajgrpo.imports import import_object, is_dotted_name
+from ajgrpo.rollout.prompts import RESERVED_COLUMNS
 
 PromptDataset: TypeAlias = "datasets.Dataset | datasets.IterableDataset"
 
@@ -109,6 +110,11 @@ def check_dataset(dataset: Any, *, require_prompt: bool = True) -> None:
     limit = CHECKED_ROWS if isinstance(dataset, datasets.Dataset) else CHECKED_STREAMED_ROWS
     number = -1
     for number, row in enumerate(itertools.islice(dataset, limit)):
+        if clash := sorted(RESERVED_COLUMNS & set(row)):
+            raise DatasetError(
+                f"train_dataset has columns named {', '.join(clash)}, which reward functions get from the rollouts; "
+                f"rename them: dataset.rename_column({clash[0]!r}, 'reference')"
+            )
         if "prompt" in row:
             check_prompt(row["prompt"], number)
         elif require_prompt:

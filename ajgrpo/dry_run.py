@@ -202,15 +202,15 @@ class Checks:
 
 
 def state_bytes(run: RunConfig, config: ModelConfig) -> dict[str, int]:
-    """Bytes over all shards of the arrays that live as long as training: weights, gradients (float32), optimizer."""
+    """Bytes over all shards of the arrays that live as long as training; gradients and optimizer are in float32."""
     # "auto" keeps the checkpoint's dtype, at most four bytes.
     dtype = jnp.dtype("float32" if run.training.dtype == "auto" else run.training.dtype)
-    params = abstract_params(config, dtype)
+    params, float32 = abstract_params(config, dtype), abstract_params(config, jnp.dtype("float32"))
     optimizer = build_optimizer(run.training, param_logical_axes(config))
     return {
         "weights": tree_bytes(params),
-        "gradients": tree_bytes(abstract_params(config, jnp.dtype("float32"))),
-        "optimizer": tree_bytes(jax.eval_shape(optimizer.init, params)),
+        "gradients": tree_bytes(float32),
+        "optimizer": tree_bytes(jax.eval_shape(optimizer.init, float32)),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 
 logger = logging.getLogger(__name__)
@@ -12,14 +13,20 @@ logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+REPEAT_S = 2.0
+"""Signals within this time count as one: a launcher may pass on what the terminal has sent to every process already."""
+
+
 class StopSignal:
-    """While entered, the first SIGINT or SIGTERM sets ``requested``; a second one raises KeyboardInterrupt at once.
+    """While entered, SIGINT or SIGTERM sets ``requested``; a SIGINT more than ``REPEAT_S`` later raises
+    KeyboardInterrupt at once. SIGTERM never does: who wants no checkpoint has SIGKILL.
 
     Outside the main thread Python delivers no signals, and this does nothing.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self._requested_at = 0.0
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopSignal:
@@ -36,7 +43,11 @@ class StopSignal:
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        now = time.monotonic()
+        if not self.requested:
+            self.requested, self._requested_at = True, now
+            logger.warning(
+                "stopping after this step and saving; to stop at once without saving, press Ctrl-C after %g s", REPEAT_S
+            )
+        elif number == signal.SIGINT and now - self._requested_at > REPEAT_S:
             raise KeyboardInterrupt
-        self.requested = True
-        logger.warning("stopping after this step and saving; interrupt again to stop at once without saving")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import logging
+import os
 import shutil
+import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from ajgrpo.config import AsyncGRPOConfig
 from ajgrpo.errors import ConfigError
 from ajgrpo.hf import io
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = ".lock"
 
 
 def write_companions(directory: Path, model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -59,3 +68,27 @@ def check_writable(directory: Path) -> None:
             pass
     except OSError as exc:
         raise ConfigError(f"output_dir={str(directory)!r} cannot be written: {exc.strerror}; set another one") from exc
+
+
+@contextlib.contextmanager
+def claimed(directory: Path) -> Iterator[None]:
+    """Keeps the output directory to this process for the ``with`` block; the lock ends with the process at the latest.
+
+    Raises:
+        ConfigError: another run is using it.
+    """
+    with (directory / LOCK_FILE).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            file.seek(0)
+            holder = file.read() or "unknown"
+            raise ConfigError(
+                f"output_dir={str(directory)!r} is in use by another run ({holder}); wait for its end or set another"
+            ) from exc
+        except OSError as exc:
+            logger.warning("the file system of %s has no locks (%s): see to it that one run uses it", directory, exc)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield

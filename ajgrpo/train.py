@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--traceback" in arguments:
             traceback.print_exc()
         else:
-            print(f"error: {error}", file=sys.stderr)
+            print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from transformers import PreTrainedTokenizerBase
 
@@ -29,12 +30,12 @@ from ajgrpo.backend import Backend, BackendParts, Times
 from ajgrpo.callbacks import CallbackHandler, TrainerCallback, TrainerControl, TrainerState
 from ajgrpo.config import AsyncGRPOConfig
 from ajgrpo.data import check_dataset
-from ajgrpo.errors import AjgrpoError, CheckpointError, ConfigError, TrainingDivergedError
+from ajgrpo.errors import CheckpointError, ConfigError, TrainingDivergedError
 from ajgrpo.hf import io
 from ajgrpo.interrupts import StopSignal
 from ajgrpo.loggers import METRICS_FILE, Reporters, build_reporters
 from ajgrpo.losses.api import LossFn, checked
-from ajgrpo.losses.builder import build_loss
+from ajgrpo.losses.builder import BUILT_IN, build_loss, loss_name
 from ajgrpo.metrics import Metrics
 from ajgrpo.models.decoder import param_logical_axes
 from ajgrpo.packing.batch import batch_metrics, bucket_sizes, build_batch, choose_bucket
@@ -42,7 +43,8 @@ from ajgrpo.packing.planner import Row
 from ajgrpo.rollout.api import RolloutWorker
 from ajgrpo.rollout.environments import check_parts
 from ajgrpo.rollout.loop import AsyncRolloutLoop
-from ajgrpo.saving import check_writable, upload_model, write_companions
+from ajgrpo.rollout.worker import refuse_in_worker
+from ajgrpo.saving import check_writable, claimed, upload_model, write_companions
 from ajgrpo.tokenizer import load_tokenizer
 from ajgrpo.training import checkpoint as checkpoints
 from ajgrpo.training.checkpoint import RunProgress
@@ -89,8 +91,12 @@ class _Run:
     trainer_state: TrainerState
     buckets: tuple[int, ...]
     stop: StopSignal
+    run_id: str
+    start_step: int
     control: TrainerControl = dataclasses.field(default_factory=TrainerControl)
     saved_step: int = -1
+    logged_step: int = -1
+    last_loss: float = math.nan
     saved_epoch: int = 0
     checkpoint_dir: Path | None = None
     last_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -138,6 +144,7 @@ class AsyncGRPOTrainer:
         rollout_worker: RolloutWorker | None = None,
         weight_transfer: WeightTransfer | None = None,
     ):
+        refuse_in_worker()
         if peft_config is not None:
             raise ConfigError("peft_config is not available in this version; leave it unset")
         self.args = args if args is not None else AsyncGRPOConfig()
@@ -156,6 +163,7 @@ class AsyncGRPOTrainer:
         self.model_json, self.model_config = io.read_config(self.model_dir)
         self.processing_class = processing_class or load_tokenizer(self.model_dir, self.args.trust_remote_code)
         self.handler = CallbackHandler(callbacks or ())
+        self._loss_name = loss_name(self.args) if loss is None else getattr(loss, "__qualname__", type(loss).__name__)
         self.step = self._build_step(loss, optimizer)
         self._schedule = learning_rate_schedule(self.args) if optimizer is None else None
         self._rollout_worker, self._weight_transfer = rollout_worker, weight_transfer
@@ -171,23 +179,25 @@ class AsyncGRPOTrainer:
 
         Raises:
             KeyboardInterrupt: after Ctrl-C or SIGTERM, when everything is saved and stopped.
-            AjgrpoError: whatever ended the run early; what was trained until then is saved first.
+            AjgrpoError: whatever ended the run early; what was trained until then is saved first, as it is before an
+                exception of a callback or of the optimizer is raised again.
         """
         output_dir = Path(self.args.output_dir)
         check_writable(output_dir)
+        self._check_model_is_elsewhere(output_dir)
         with StopSignal() as stop:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(claimed(output_dir))
                 run = self._start(stack, stop, output_dir, resume_from_checkpoint)
                 try:
-                    self._loop(run)
-                except StopRequested:
-                    logger.info("stopped at step %d", run.trainer_state.global_step)
+                    with contextlib.suppress(StopRequested):
+                        self._loop(run)
+                    self._finish(run)
                 except CheckpointError:
                     raise
-                except AjgrpoError:
-                    self._save(run)
+                except Exception as exc:  # a callback's too: nothing that was trained may be lost
+                    self._save_after(run, exc)
                     raise
-                self._finish(run)
             if stop.requested:
                 raise KeyboardInterrupt
         return TrainResult(
@@ -236,7 +246,7 @@ class AsyncGRPOTrainer:
         return TrainStep(
             config,
             make_mesh(args.mesh),
-            checked(loss, "(given in Python)") if loss is not None else build_loss(args),
+            checked(loss, self._loss_name) if loss is not None else build_loss(args),
             optimizer or build_optimizer(args, param_logical_axes(config)),
             settings,
         )
@@ -250,6 +260,7 @@ class AsyncGRPOTrainer:
         if resume:
             found = checkpoints.find_checkpoint(resume, output_dir)
             progress = checkpoints.load_progress(found)
+            logger.info("resuming from %s, step %d", found, progress.global_step)
             state = checkpoints.load_train_state(found, self.step.state_shapes, self.step.state_shardings)
         else:
             state = self.step.init_state(self.params)
@@ -286,7 +297,9 @@ class AsyncGRPOTrainer:
             num_prompts=self._prompt_limit(),
         )
         buckets = bucket_sizes(backend.token_budget)
-        self.step.compile(buckets)
+        for size in buckets:
+            self.step.compile((size,))
+            backend.check_health()  # compiling takes long: a worker that could not even start is told of now
         metrics.add("perf/compile_count", len(buckets))
         trainer_state = TrainerState(
             global_step=progress.global_step, max_steps=args.max_steps, num_tokens=progress.num_tokens
@@ -309,7 +322,10 @@ class AsyncGRPOTrainer:
             trainer_state=trainer_state,
             buckets=buckets,
             stop=stop,
+            run_id=progress.run_id,
+            start_step=progress.global_step,
             saved_step=progress.global_step,
+            logged_step=progress.global_step,
         )
         self._call("on_train_begin", run)
         return run
@@ -342,7 +358,7 @@ class AsyncGRPOTrainer:
         """Take, pack, accumulate, apply. Returns False, with nothing changed, at the end of the data."""
         gradients = self.step.zero_gradients()
         trained: list[RolloutSample] = []
-        num_terms = forwarded = 0
+        num_terms = forwarded = microbatches = 0
         for _ in range(self.args.gradient_accumulation_steps):
             rows, waited = run.intake.next_micro_batch(run.backend.version)
             times["rollout_wait_s"] += waited
@@ -352,9 +368,10 @@ class AsyncGRPOTrainer:
             trained += [sample for row in rows for sample in row.samples]
             num_terms += sum(row.num_terms for row in rows)
             forwarded += sum(row.num_tokens for row in rows)
-            run.metrics.add("batch/microbatches_per_step", 1)
+            microbatches += 1
         if not trained:
             return False
+        run.metrics.add("batch/microbatches_per_step", microbatches)
         self._apply(run, gradients, num_terms, times)
         for sample in trained:
             run.ledger.resolve(sample.prompt_index)
@@ -375,6 +392,8 @@ class AsyncGRPOTrainer:
         generated, start = run.backend.generated_tokens(), time.perf_counter()
         gradients, metrics = self.step.accumulate(self.params, gradients, batch, run.backend.version)
         run.metrics.merge(observations(metrics))
+        total, count = np.asarray(metrics["loss"]).tolist()
+        run.last_loss = total / count
         jax.block_until_ready(gradients)
         times["fwd_bwd_s"] += time.perf_counter() - start
         run.metrics.add("perf/fwd_bwd_generated_tokens_count", run.backend.generated_tokens() - generated)
@@ -391,19 +410,25 @@ class AsyncGRPOTrainer:
         if not math.isfinite(grad_norm):
             raise TrainingDivergedError(
                 f"the gradient of step {step + 1} is not finite (norm {grad_norm}); the parameters are still those of "
-                f"step {step}. Lower learning_rate, or compute in bfloat16 or float32 if fp16 is set"
+                f"step {step}. The mean of the loss {self._loss_name!r} was {run.last_loss:g}. "
+                f"{self._divergence_advice(run)}"
             )
         run.trainer_state.global_step = step + 1
         run.metrics.add("grad_norm", grad_norm)
         if self._schedule is not None:
             run.metrics.add("learning_rate", float(self._schedule(step)))
 
+    def _divergence_advice(self, run: _Run) -> str:
+        if not math.isfinite(run.last_loss) and self._loss_name not in BUILT_IN:
+            return "Guard its logarithms, divisions and exponentials: log-probs may be -inf, ratios huge"
+        return "Lower learning_rate, or compute in bfloat16 or float32 if fp16 is set"
+
     def _count_step(
         self, run: _Run, trained: list[RolloutSample], num_terms: int, forwarded: int, times: Times
     ) -> None:
         state, metrics = run.trainer_state, run.metrics
         state.num_tokens += forwarded
-        state.epoch = run.ledger.num_done / self.num_prompts if self.num_prompts else 0.0
+        state.epoch = self._epoch(run)
         metrics.update(
             {
                 "batch/forwarded_tokens_per_step": forwarded,
@@ -432,7 +457,7 @@ class AsyncGRPOTrainer:
         run.backend.drain_metrics(run.metrics)
         logs = {**run.metrics.reduce(), "epoch": state.epoch, "num_tokens": state.num_tokens}
         run.metrics.drain()
-        run.last_metrics = logs
+        run.last_metrics, run.logged_step = logs, state.global_step
         state.log_history.append({**logs, "step": state.global_step})
         run.reporters.log(state.global_step, logs)
         self._call("on_log", run, logs=logs)
@@ -451,7 +476,7 @@ class AsyncGRPOTrainer:
         args, state = self.args, run.trainer_state
         if args.save_strategy == "no" or run.saved_step == state.global_step:
             return
-        progress = RunProgress(state.global_step, state.num_tokens, run.ledger.first_unfinished)
+        progress = RunProgress(state.global_step, state.num_tokens, run.ledger.first_unfinished, run.run_id)
         run.checkpoint_dir = checkpoints.save_checkpoint(
             Path(args.output_dir),
             progress,
@@ -466,12 +491,46 @@ class AsyncGRPOTrainer:
 
     def _finish(self, run: _Run) -> None:
         """Logs what is left in the window, saves, and tells the callbacks."""
-        if run.trainer_state.global_step and run.trainer_state.global_step % self.args.logging_steps:
+        state = run.trainer_state
+        logged_epoch, state.epoch = state.epoch, self._epoch(run)
+        # Groups dropped after the last step end no step, but they count for the epoch.
+        if run.logged_step != state.global_step or (self._prompt_limit() is not None and state.epoch > logged_epoch):
             self._log(run)
+        if state.global_step == run.start_step and not run.stop.requested:
+            logger.warning(
+                "no step was trained: the run began at step %d of max_steps=%d, and %d of %s prompts are done",
+                *(run.start_step, self.args.max_steps, run.ledger.num_done, self._prompt_limit() or "unlimited"),
+            )
         self._save(run)
         self._call("on_train_end", run)
         if self.args.push_to_hub and self.args.hub_strategy == "end":
             self.push_to_hub()
+
+    def _save_after(self, run: _Run, error: Exception) -> None:
+        """Keeps what was trained before ``error`` ended the loop. What fails on the way is told beside ``error``."""
+        step = run.trainer_state.global_step
+        try:
+            if run.logged_step != step:
+                self._log(run)
+        except Exception as second:  # a tracker's or a callback's; it must neither hide the first nor prevent saving
+            error.add_note(f"besides, step {step} could not be logged: {type(second).__name__}: {second}")
+        try:
+            self._save(run)
+        except Exception as second:
+            error.add_note(f"besides, step {step} could not be saved: {type(second).__name__}: {second}")
+
+    def _epoch(self, run: _Run) -> float:
+        return run.ledger.num_done / self.num_prompts if self.num_prompts else 0.0
+
+    def _check_model_is_elsewhere(self, output_dir: Path) -> None:
+        """A new run moves another run's checkpoints aside when it needs their names; its own model may not be one."""
+        model_dir = self.model_dir.resolve()
+        if model_dir.parent == output_dir.resolve() and checkpoints.CHECKPOINT_NAME.fullmatch(model_dir.name):
+            raise ConfigError(
+                f"model={str(self.model_dir)!r} is a checkpoint inside output_dir={self.args.output_dir!r}, which "
+                "this run's checkpoints may replace: set another output_dir, or go on with that run by "
+                "resume_from_checkpoint"
+            )
 
     def _reached_max_steps(self, state: TrainerState) -> bool:
         return 0 < self.args.max_steps <= state.global_step

@@ -10,7 +10,7 @@ import pytest
 from ajgrpo import backend, preflight
 from ajgrpo.backend import Backend
 from ajgrpo.config import AsyncGRPOConfig
-from ajgrpo.errors import ServerIncompatibleError
+from ajgrpo.errors import ServerIncompatibleError, ServerTimeoutError, ServerUnreachableError
 
 
 class Control:
@@ -81,3 +81,37 @@ def test_a_server_within_the_rope_scaling_is_accepted(length_limit: int | None) 
     assert transfer.ready
     assert started.token_budget == 64
     started.close()
+
+
+class Silent:
+    """A server that answers when its turn in ``answers`` is True."""
+
+    base_url = "http://server"
+
+    def __init__(self, answers: list[bool]):
+        self.answers = answers
+
+    def check_health(self, *, timeout_s: float) -> None:
+        if not self.answers.pop(0):
+            raise ServerUnreachableError("connection refused")
+
+
+def test_a_silent_server_is_reported_and_an_error_when_it_lasts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(backend.time, "monotonic", lambda: now[0])
+    control: Any = Silent([True, False, True, False, False, False])
+    watch = backend.OutageWatch(control, bound_s=2.5 * backend.PROBE_INTERVAL_S)
+
+    def after_one_interval() -> None:
+        watch.check()
+        watch.check()  # asks no more than once in an interval
+        now[0] += backend.PROBE_INTERVAL_S
+
+    for _ in range(5):
+        after_one_interval()
+    assert [text.startswith("the server at http://server does not answer") for text in caplog.messages] == [True] * 3
+    with pytest.raises(ServerTimeoutError, match=r"has not answered for 30 s \(vllm_server_timeout=25\): connection"):
+        watch.check()
+    assert control.answers == []

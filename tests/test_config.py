@@ -46,6 +46,10 @@ INVALID = [
     (dict(vllm_importance_sampling_clip_min=6.0), "must not exceed vllm_importance_sampling_clip_max, got 6.0 and 5.0"),
     (dict(num_sampler_logprobs=0), "score_centering=True needs num_sampler_logprobs of at least 1"),
     (dict(vllm_server_base_url="localhost:8000"), "must be 'embedded' or start with http:// or https://, got 'localh"),
+    (
+        dict(token_budget=8, max_completion_length=8),
+        "token_budget must be above max_completion_length, got 8 and 8",
+    ),
     (dict(push_to_hub=True), "push_to_hub=True needs hub_model_id"),
     (dict(report_to=["mlflow"]), "report_to may hold tensorboard, wandb, trackio, got 'mlflow'"),
     (dict(report_to=[3]), "an entry of report_to must be str, got 3 (int)"),

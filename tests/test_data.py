@@ -120,3 +120,10 @@ def test_the_row_that_is_wrong_is_found_among_the_first_thousand():
     dataset = datasets.Dataset.from_dict({"prompt": [good] * (CHECKED_ROWS - 1) + [bad]})
     with pytest.raises(DatasetError, match=f"row {CHECKED_ROWS - 1}: "):
         check_dataset(dataset)
+
+
+@pytest.mark.parametrize("column", ["completions", "completion_ids", "prompts"])
+def test_columns_that_reward_functions_get_from_elsewhere_are_refused(column):
+    dataset = make_dataset().rename_column("answer", column)
+    with pytest.raises(DatasetError, match=rf"columns named {column}, .*rename_column\('{column}', 'reference'\)"):
+        check_dataset(dataset)

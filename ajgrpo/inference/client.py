@@ -209,7 +209,7 @@ class ControlClient:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                self._call("GET", protocol.HEALTH, timeout_s=min(max(deadline - time.monotonic(), 0.1), 5.0))
+                self.check_health(timeout_s=min(max(deadline - time.monotonic(), 0.1), 5.0))
                 return
             except ServerError as exc:
                 last = exc
@@ -221,6 +221,10 @@ class ControlClient:
                     f"the last attempt: {last}"
                 ) from last
             time.sleep(interval_s)
+
+    def check_health(self, *, timeout_s: float | None = None) -> None:
+        """Returns when ``/health`` answers 200; a ``ServerError`` tells what it did instead."""
+        self._call("GET", protocol.HEALTH, timeout_s=timeout_s)
 
     def models(self) -> tuple[str, int]:
         """Name and ``max_model_len`` (tokens) of the model that the server runs."""

@@ -160,7 +160,11 @@ def checked(loss: LossFn, name: str) -> LossFn:
 
     @functools.wraps(loss)
     def wrapper(logps: Array, old_logps: Array, advantages: Array, extras: LossExtras) -> tuple[Array, LossMetrics]:
-        result = loss(logps, old_logps, advantages, extras)
+        try:
+            result = loss(logps, old_logps, advantages, extras)
+        except Exception as exc:  # whatever user code raises is told with its name
+            exc.add_note(f"raised by the loss {name}")
+            raise
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             raise ConfigError(f"loss {name} must return (per_token_loss, metrics dict), got {type(result).__name__}")
         per_token, metrics = result

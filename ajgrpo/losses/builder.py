@@ -17,14 +17,19 @@ BUILT_IN: dict[str, Callable[[AsyncGRPOConfig], LossFn]] = {
 }
 
 
+def loss_name(config: AsyncGRPOConfig) -> str:
+    """The loss that ``config.loss`` names, else score centering or clipped by its flag."""
+    return config.loss or ("score_centering" if config.score_centering else "clipped")
+
+
 def build_loss(config: AsyncGRPOConfig) -> LossFn:
-    """The loss of ``config``: the one that ``config.loss`` names, else score centering or clipped by its flag.
+    """The loss of ``config``.
 
     Raises:
         ConfigError: the name is neither built in nor a function that can be imported, or score centering is asked for
             without sampler log-probs.
     """
-    name = config.loss or ("score_centering" if config.score_centering else "clipped")
+    name = loss_name(config)
     if name not in BUILT_IN:
         return checked(_imported(name), name)
     if name == "score_centering" and config.num_sampler_logprobs < 1:

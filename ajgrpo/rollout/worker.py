@@ -36,7 +36,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from ajgrpo.errors import PicklingError, RolloutWorkerError, WorkerDiedError, WorkerStalledError
+from ajgrpo.errors import ConfigError, PicklingError, RolloutWorkerError, WorkerDiedError, WorkerStalledError
 from ajgrpo.metrics import Observation
 from ajgrpo.rollout.api import WorkerSpec
 from ajgrpo.types import GroupDone, RolloutSample
@@ -45,6 +45,8 @@ __all__ = ["AsyncRolloutWorker", "WorkerSpec", "ensure_picklable"]
 
 CHILD_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
 """Set for the worker's process: reward functions and tools must not take the trainer's accelerators."""
+
+PROCESS_NAME = "ajgrpo-rollout-worker"
 
 STOP_TIMEOUT_S = 10.0
 KILL_TIMEOUT_S = 3.0
@@ -64,6 +66,7 @@ class SharedState(ctypes.Structure):
     taken_tokens: int
     stop_requested: int
     generated_tokens: int
+    begun: int
     heartbeat: float
     _fields_ = [
         ("model_version", ctypes.c_int64),
@@ -71,6 +74,7 @@ class SharedState(ctypes.Structure):
         ("taken_tokens", ctypes.c_int64),
         ("stop_requested", ctypes.c_int64),
         ("generated_tokens", ctypes.c_int64),
+        ("begun", ctypes.c_int64),
         ("heartbeat", ctypes.c_double),
     ]
 
@@ -107,9 +111,7 @@ class AsyncRolloutWorker:
         inbox, outbox = self._context.Pipe(duplex=False)
         spec_inbox, spec_outbox = self._context.Pipe(duplex=False)
         self._state.heartbeat = time.monotonic()
-        process = self._context.Process(
-            target=_child_main, args=(spec_inbox, self._state, outbox), name="ajgrpo-rollout-worker"
-        )
+        process = self._context.Process(target=_child_main, args=(spec_inbox, self._state, outbox), name=PROCESS_NAME)
         with environment(CHILD_ENVIRONMENT):
             process.start()
         # With the worker's ends closed here, its death breaks both pipes.
@@ -171,7 +173,8 @@ class AsyncRolloutWorker:
         if self._traceback is not None:
             raise WorkerDiedError(f"the rollout worker failed:\n{self._traceback}")
         if self._process.exitcode is not None:
-            raise WorkerDiedError(f"the rollout worker {describe_exit(self._process.exitcode)}")
+            how = describe_exit(self._process.exitcode, begun=bool(self._state.begun))
+            raise WorkerDiedError(f"the rollout worker {how}")
         silent = time.monotonic() - self._state.heartbeat
         if silent > stale_after_s:
             raise WorkerStalledError(
@@ -239,16 +242,40 @@ def unpickle_spec(payload: bytes) -> WorkerSpec:
     return WorkerSpec(**fields)
 
 
-def describe_exit(exit_code: int) -> str:
-    """What an exit code tells about a process that left no traceback."""
+def describe_exit(exit_code: int, begun: bool) -> str:
+    """What an exit code tells about a process that left no traceback.
+
+    Args:
+        exit_code: as ``multiprocessing`` gives it: below 0 for a signal.
+        begun: whether the process got as far as the worker's own code.
+    """
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         hint = "; the system may have run out of memory" if name == "SIGKILL" else ""
         return f"was ended by signal {name}{hint}"
+    if begun:
+        return (
+            f"ended with exit code {exit_code} in the middle of its work: a reward function, tool, environment or hook "
+            "has called os._exit, or native code that it uses has"
+        )
     return (
-        f"ended with exit code {exit_code} before it could report why; its own output above may tell. The worker "
-        'imports the main script again, so the script must start training under `if __name__ == "__main__":`'
+        f"ended with exit code {exit_code} before its own code began; what it printed above tells why. It imports the "
+        'main script again, so the script must start training under `if __name__ == "__main__":`, and must be a file '
+        "that can be imported (not standard input)"
     )
+
+
+def refuse_in_worker() -> None:
+    """Stops a main script that starts training whenever it is imported: the worker's process imports it too.
+
+    Raises:
+        ConfigError: this is the worker's process.
+    """
+    if multiprocessing.current_process().name == PROCESS_NAME:
+        raise ConfigError(
+            "the rollout worker's process imports the main script, and that has tried to start training once more: put "
+            'what builds the trainer and calls train() under `if __name__ == "__main__":`'
+        )
 
 
 _environment_lock = threading.Lock()
@@ -296,6 +323,7 @@ class _SendThread:
 
 def _child_main(spec_inbox: Connection, state: SharedState, outbox: Connection) -> None:
     """Runs the loop and reports how it ended."""
+    state.begun = 1
     # Ctrl-C, and a scheduler's SIGTERM, reach both processes; the trainer decides, and stops this one in order.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

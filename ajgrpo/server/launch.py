@@ -109,6 +109,14 @@ class EmbeddedServer:
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
+    def ended(self, within_s: float = 1.0) -> bool:
+        """Whether the process is gone, or will be within a moment: its connections break before that."""
+        if self._process is None:
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(within_s)
+        return not self.alive()
+
     def stop(self) -> None:
         """Ends the process, gently first. May be called more than once."""
         process, self._process = self._process, None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import queue
 import time
 from collections import Counter
@@ -30,6 +31,9 @@ POLL_S = 0.5
 
 REPORT_INTERVAL_S = 30.0
 """How often a wait in which nothing trainable arrives is reported."""
+
+MAX_OVERSIZE_IN_A_ROW = 256
+"""Oversize samples, with none between them that fits, after which nothing can be expected to fit."""
 
 
 class StopRequested(Exception):
@@ -83,6 +87,8 @@ class SampleIntake:
         self._held_over: RolloutSample | None = None
         self._last_useful = self._last_report = time.monotonic()
         self._fruitless: Counter[str] = Counter()
+        self._oversize_in_a_row = self._oversize_unreported = 0
+        self._last_oversize_report = -math.inf
 
     @property
     def at_end(self) -> bool:
@@ -159,12 +165,21 @@ class SampleIntake:
         return True
 
     def _drop_oversize(self, sample: RolloutSample) -> None:
-        budget = self._limits.token_budget
-        logger.warning(
-            "dropped a sample of %d tokens and %d loss terms (prompt of dataset row %d): a row holds at most "
-            "token_budget=%d of each; raise it",
-            *(sample.num_tokens, sample.num_trained, sample.row_index, budget),
-        )
+        budget, now = self._limits.token_budget, time.monotonic()
+        self._oversize_in_a_row += 1
+        self._oversize_unreported += 1
+        if now - self._last_oversize_report >= REPORT_INTERVAL_S:
+            logger.warning(
+                "dropped %d samples that no row holds, the last of %d tokens and %d loss terms (prompt of dataset row "
+                "%d): a row holds at most token_budget=%d of each; raise it",
+                *(self._oversize_unreported, sample.num_tokens, sample.num_trained, sample.row_index, budget),
+            )
+            self._oversize_unreported, self._last_oversize_report = 0, now
+        if self._oversize_in_a_row >= MAX_OVERSIZE_IN_A_ROW:
+            raise TrainingStalledError(
+                f"{self._oversize_in_a_row} samples in a row were longer than token_budget={budget}, the last with "
+                f"{sample.num_tokens} tokens; raise it, or lower max_completion_length"
+            )
         self._drop(sample, "batch/dropped_oversize_count", f"longer than token_budget={budget}")
 
     def _drop(self, sample: RolloutSample, counter: str, reason: str) -> None:
@@ -176,6 +191,7 @@ class SampleIntake:
     def _note_useful(self, sample: RolloutSample, version: int) -> None:
         self._last_useful = self._last_report = time.monotonic()
         self._fruitless.clear()
+        self._oversize_in_a_row = 0
         metrics = self._metrics
         for reduced in ("mean", "max"):
             metrics.add(f"sample/forwarded_tokens_{reduced}", sample.num_tokens)

@@ -154,3 +154,12 @@ def test_checked_refuses_other_results(result, message: str):
     loss = checked(lambda logps, old, advantages, extras: result(logps), "mine")
     with pytest.raises(ConfigError, match=message):
         loss(jnp.zeros(2), jnp.zeros(2), jnp.zeros(2), extras(2))
+
+
+def test_what_a_loss_raises_names_it():
+    def broken(logps, old, advantages, extras):
+        raise KeyError("temperature")
+
+    with pytest.raises(KeyError) as caught:
+        checked(broken, "my.broken")(None, None, None, None)
+    assert caught.value.__notes__ == ["raised by the loss my.broken"]

@@ -325,8 +325,44 @@ def test_spec_survives_the_way() -> None:
 
 
 def test_exit_codes_are_explained() -> None:
-    assert describe_exit(-signal.SIGSEGV) == "was ended by signal SIGSEGV"
-    assert '`if __name__ == "__main__":`' in describe_exit(1)
+    assert describe_exit(-signal.SIGSEGV, begun=True) == "was ended by signal SIGSEGV"
+    assert '`if __name__ == "__main__":`' in describe_exit(1, begun=False)
+    assert "exit code 0 in the middle of its work" in describe_exit(0, begun=True)
+
+
+def leaving_reward(**kwargs: Any) -> list[float]:
+    os._exit(0)
+
+
+def test_a_reward_function_that_ends_the_process_is_not_blamed_on_the_script() -> None:
+    with tiny_server() as server, started(base_url=server.url, reward_funcs=[leaving_reward]) as worker:
+        text = str(health_error(worker))
+        assert "exit code 0 in the middle of its work" in text and "os._exit" in text and "__main__" not in text
+
+
+UNGUARDED = """
+from ajgrpo.rollout.worker import AsyncRolloutWorker, refuse_in_worker
+from tests.rollout.fakes import make_spec
+refuse_in_worker()
+worker = AsyncRolloutWorker(make_spec(client_factory=None))
+worker.start()
+worker._process.join(60)
+try:
+    worker.check_health(60.0)
+finally:
+    worker.stop()
+"""
+
+
+def test_a_script_without_main_guard_is_told_so(tmp_path: Any) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNGUARDED)
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 1
+    # From the worker's process, at once; and from the trainer's when it looks.
+    assert "ConfigError: the rollout worker's process imports the main script" in done.stderr
+    assert "before its own code began" in done.stderr
 
 
 FORBIDDEN = ("jax", "flax", "torch")

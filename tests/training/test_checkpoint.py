@@ -47,9 +47,54 @@ def test_a_state_comes_back_bit_by_bit(tmp_path: Path) -> None:
 
 def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
     for step in (1, 2, 10, 11):
-        checkpoint.save_checkpoint(tmp_path, RunProgress(step), None, write_nothing, keep=2)
+        checkpoint.save_checkpoint(tmp_path, RunProgress(step, run_id="a"), None, write_nothing, keep=2)
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-10", "checkpoint-11"]
     assert checkpoint.find_checkpoint(True, tmp_path).name == "checkpoint-11"
+
+
+def test_another_runs_checkpoints_stay(tmp_path: Path) -> None:
+    """Whatever their steps: what this run has written last is never what goes."""
+    for step in (20, 40):
+        checkpoint.save_checkpoint(tmp_path, RunProgress(step, run_id="old"), None, write_nothing)
+    for step in (5, 10, 15):
+        path = checkpoint.save_checkpoint(tmp_path, RunProgress(step, run_id="new"), None, write_nothing, keep=1)
+        assert path.is_dir()
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == [
+        "checkpoint-20",
+        "checkpoint-40",
+        "checkpoint-15",
+    ]
+    assert checkpoint.find_checkpoint(True, tmp_path).name == "checkpoint-15"
+
+
+def test_another_runs_checkpoint_of_the_same_step_is_moved_aside(tmp_path: Path) -> None:
+    for run_id in ("a", "b", "c", "c"):
+        checkpoint.save_checkpoint(tmp_path, RunProgress(3, run_id=run_id), None, write_nothing)
+    names = {path.name: checkpoint.load_progress(path).run_id for path in tmp_path.iterdir()}
+    assert names == {"checkpoint-3.1": "a", "checkpoint-3.2": "b", "checkpoint-3": "c"}
+
+
+def test_a_run_that_resumed_further_back_keeps_what_it_wrote_last(tmp_path: Path) -> None:
+    for step in (40, 60, 45):
+        checkpoint.save_checkpoint(tmp_path, RunProgress(step, run_id="a"), None, write_nothing, keep=2)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-60", "checkpoint-45"]
+    assert checkpoint.find_checkpoint(True, tmp_path).name == "checkpoint-45"
+
+
+def test_a_checkpoint_that_names_no_run_is_another_runs(tmp_path: Path) -> None:
+    path = checkpoint.save_checkpoint(tmp_path, RunProgress(1), None, write_nothing)
+    (path / "trainer_state.json").write_text('{"global_step": 1, "num_tokens": 5}')
+    assert checkpoint.load_progress(path).num_tokens == 5
+    checkpoint.save_checkpoint(tmp_path, RunProgress(2), None, write_nothing, keep=1)
+    assert len(checkpoint.checkpoints(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"global_step": "3", "num_tokens": 0}', '{"num_tokens": 0}'])
+def test_a_damaged_trainer_state_is_named(tmp_path: Path, text: str) -> None:
+    path = checkpoint.save_checkpoint(tmp_path, RunProgress(1), None, write_nothing)
+    (path / "trainer_state.json").write_text(text)
+    with pytest.raises(CheckpointError, match="checkpoint-1 is not a training checkpoint"):
+        checkpoint.load_progress(path)
 
 
 def test_an_interrupted_save_is_no_checkpoint(tmp_path: Path) -> None:
@@ -58,7 +103,7 @@ def test_an_interrupted_save_is_no_checkpoint(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="checkpoint-3: disk full"):
         checkpoint.save_checkpoint(tmp_path, RunProgress(3), None, fail)
-    assert checkpoint.checkpoints(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
     checkpoint.save_checkpoint(tmp_path, RunProgress(3), None, write_nothing)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
 

@@ -128,6 +128,20 @@ def test_an_oversize_sample_is_named_with_its_length_and_the_bound(caplog: pytes
     rows, _ = intake.next_micro_batch(version=0)
     assert [s.prompt_index for s in rows[0].samples] == [8]
     assert caplog.messages == [
-        "dropped a sample of 17 tokens and 16 loss terms (prompt of dataset row 7): a row holds at most "
-        "token_budget=16 of each; raise it"
+        "dropped 1 samples that no row holds, the last of 17 tokens and 16 loss terms (prompt of dataset row 7): a row "
+        "holds at most token_budget=16 of each; raise it"
     ]
+
+
+def test_many_oversize_samples_are_reported_once_and_end_the_run_when_nothing_fits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    count = intake_module.MAX_OVERSIZE_IN_A_ROW
+    items = (
+        [sample(i, length=17) for i in range(count - 1)] + [sample(0)] + [sample(i, length=17) for i in range(count)]
+    )
+    intake, _, metrics, _ = make_intake(items)
+    with pytest.raises(TrainingStalledError, match=rf"{count} samples in a row were longer than token_budget=16"):
+        intake.next_micro_batch(version=0)
+    assert metrics.reduce()["batch/dropped_oversize_count"] == 2 * count - 2
+    assert len(caplog.messages) == 1
