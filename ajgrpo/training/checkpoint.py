@@ -136,9 +136,12 @@ def load_train_state(directory: Path, shapes: TrainState, shardings: TrainState)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             restored = checkpointer.restore(path.absolute(), _as_dict(target))
-    except (ValueError, KeyError, FileNotFoundError) as exc:
+    except Exception as exc:  # orbax raises bare Exception for a damaged file
+        lines = str(exc.__cause__ or exc).strip().splitlines()
         raise CheckpointError(
-            f"{path} does not fit this run's model and optimizer (was `optim` or the model changed?): {exc}"
+            f"{path} cannot be read into this run's model and optimizer: the model, `optim` or `dtype` differs from "
+            "that of the run that wrote it, or files are missing or damaged. Resume with the settings that it was "
+            f"written with, or from an older checkpoint. Reported: {lines[0][:300] if lines else type(exc).__name__}"
         ) from exc
     return TrainState(**restored)
 

@@ -127,5 +127,17 @@ def test_another_models_state_is_refused(tmp_path: Path) -> None:
     other = TrainState({"block": {"w": jnp.zeros((5, 3))}}, optax.sgd(0.1).init({}), jnp.int32(0))
     shapes = jax.eval_shape(lambda: other)
     shardings = jax.tree.map(lambda _: replicated(make_mesh({"fsdp": 1})), shapes)
-    with pytest.raises(CheckpointError, match="does not fit this run's model and optimizer"):
+    with pytest.raises(CheckpointError, match="cannot be read into this run's model and optimizer"):
+        checkpoint.load_train_state(path, shapes, shardings)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "removed"])
+def test_a_damaged_train_state_is_named(tmp_path: Path, damage: str) -> None:
+    state = make_state()
+    path = checkpoint.save_checkpoint(tmp_path, RunProgress(1), state, write_nothing)
+    for file in [file for file in (path / "train_state").rglob("*") if file.is_file()]:
+        file.unlink() if damage == "removed" else file.write_bytes(file.read_bytes()[:20])
+    shapes = jax.eval_shape(lambda: state)
+    shardings = jax.tree.map(lambda _: replicated(make_mesh({"fsdp": 2})), shapes)
+    with pytest.raises(CheckpointError, match=r"checkpoint-1/train_state cannot be read .* missing or damaged"):
         checkpoint.load_train_state(path, shapes, shardings)
