@@ -48,6 +48,7 @@ from ajgrpo.saving import check_writable, claimed, upload_model, write_companion
 from ajgrpo.tokenizer import load_tokenizer
 from ajgrpo.training import checkpoint as checkpoints
 from ajgrpo.training.checkpoint import RunProgress
+from ajgrpo.training.flops import FlopsCounter, peak_flops
 from ajgrpo.training.intake import IntakeLimits, SampleIntake, StopRequested
 from ajgrpo.training.optimizer import build_optimizer, learning_rate_schedule
 from ajgrpo.training.progress import PromptLedger
@@ -97,6 +98,7 @@ class _Run:
     saved_step: int = -1
     logged_step: int = -1
     last_loss: float = math.nan
+    step_flops: float = 0.0
     saved_epoch: int = 0
     checkpoint_dir: Path | None = None
     last_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -165,6 +167,10 @@ class AsyncGRPOTrainer:
         self.handler = CallbackHandler(callbacks or ())
         self._loss_name = loss_name(self.args) if loss is None else getattr(loss, "__qualname__", type(loss).__name__)
         self.step = self._build_step(loss, optimizer)
+        self._flops = FlopsCounter(self.model_config)
+        devices = self.step.mesh.devices.ravel()
+        peak = peak_flops(devices[0].device_kind, self.args.compute_dtype)
+        self._peak_flops = None if peak is None else peak * len(devices)
         self._schedule = learning_rate_schedule(self.args) if optimizer is None else None
         self._rollout_worker, self._weight_transfer = rollout_worker, weight_transfer
         self.params = io.load_params(
@@ -389,6 +395,7 @@ class AsyncGRPOTrainer:
             num_candidates=settings.num_candidates,
             pad_token_id=self.model_config.pad_token_id or 0,
         )
+        run.step_flops += self._flops.count(batch)
         generated, start = run.backend.generated_tokens(), time.perf_counter()
         gradients, metrics = self.step.accumulate(self.params, gradients, batch, run.backend.version)
         run.metrics.merge(observations(metrics))
@@ -397,7 +404,7 @@ class AsyncGRPOTrainer:
         jax.block_until_ready(gradients)
         times["fwd_bwd_s"] += time.perf_counter() - start
         run.metrics.add("perf/fwd_bwd_generated_tokens_count", run.backend.generated_tokens() - generated)
-        run.metrics.update(batch_metrics(rows, size))
+        run.metrics.merge(batch_metrics(rows, batch))
         return gradients
 
     def _apply(self, run: _Run, gradients: Any, num_terms: int, times: Times) -> None:
@@ -443,6 +450,10 @@ class AsyncGRPOTrainer:
         wall, run.window_start = now - run.window_start, now
         metrics.add_rate("perf/wall_clock_forwarded_tokens_per_s", forwarded, wall)
         metrics.add_rate("perf/wall_clock_trained_tokens_per_s", num_terms, wall)
+        if self._peak_flops is not None:
+            metrics.add_rate("perf/fwd_bwd_mfu", run.step_flops, self._peak_flops * times["fwd_bwd_s"])
+            metrics.add_rate("perf/wall_clock_mfu", run.step_flops, self._peak_flops * wall)
+        run.step_flops = 0.0
 
     def _log_if_due(self, run: _Run) -> None:
         state = run.trainer_state

@@ -23,8 +23,8 @@ LAYERS = {
     "models": 3, "losses": 3, "rollout": 3,
     "hf": 4, "training": 4,
     "weights": 5, "server": 5,
-    "backend": 6, "callbacks": 6, "canary": 6, "cli": 6, "data": 6, "dry_run": 6, "loggers": 6, "parts": 6, "plots": 6,
-    "preflight": 6, "saving": 6, "tokenizer": 6, "trainer": 6,
+    "backend": 6, "callbacks": 6, "canary": 6, "cli": 6, "data": 6,
+    "dry_run": 6, "loggers": 6, "parts": 6, "plots": 6, "preflight": 6, "saving": 6, "tokenizer": 6, "trainer": 6,
     "train": 7, "serve": 7, "doctor": 7,
 }  # fmt: skip
 

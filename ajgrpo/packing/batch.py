@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ajgrpo.metrics import Observation
 from ajgrpo.packing.planner import Row
 from ajgrpo.types import RolloutSample
 
@@ -123,24 +124,27 @@ def build_batch(
     return batch
 
 
-def batch_metrics(rows: Sequence[Row], size: int) -> dict[str, float]:
-    """The ``batch/*`` metrics of one micro-batch of at least one sample, built with ``size`` positions.
+def batch_metrics(rows: Sequence[Row], batch: TreeBatch) -> list[Observation]:
+    """The ``batch/*`` metrics of one micro-batch of at least one sample.
 
-    ``row_fill_frac`` is relative to the token budget, ``pad_frac`` to ``size``; ``row_imbalance`` is the cost of the
-    most expensive row over the mean; ``packing_ratio`` is tokens of the samples over unique tokens.
+    ``row_fill_frac`` is relative to the token budget, ``pad_frac`` to the batch's size; ``masked_token_frac`` counts
+    the forwarded tokens at which nothing is trained; ``row_imbalance`` is the cost of the most expensive row over the
+    mean; ``packing_ratio`` is tokens of the samples over unique tokens.
     """
-    tokens = [row.num_tokens for row in rows]
+    count, num_tokens = len(rows), int(batch.num_tokens.sum())
     costs = [row.cost for row in rows]
     unpacked = sum(sample.num_tokens for row in rows for sample in row.samples)
-    return {
-        "batch/samples_per_row": sum(len(row.samples) for row in rows) / len(rows),
-        "batch/row_tokens_mean": sum(tokens) / len(rows),
-        "batch/row_tokens_max": float(max(tokens)),
-        "batch/row_fill_frac": sum(row.num_tokens / row.token_budget for row in rows) / len(rows),
-        "batch/row_imbalance": max(costs) * len(rows) / sum(costs),
-        "batch/packing_ratio": unpacked / sum(tokens),
-        "batch/pad_frac": 1.0 - sum(tokens) / (len(rows) * size),
-    }
+    trained = sum(len(np.unique(index[mask])) for index, mask in zip(batch.term_index, batch.term_mask, strict=True))
+    return [
+        Observation("batch/samples_per_row", sum(len(row.samples) for row in rows), count),
+        Observation("batch/row_tokens_mean", num_tokens, count),
+        Observation("batch/row_tokens_max", int(batch.num_tokens.max())),
+        Observation("batch/row_fill_frac", num_tokens, sum(row.token_budget for row in rows)),
+        Observation("batch/row_imbalance", max(costs), sum(costs) / count),
+        Observation("batch/packing_ratio", unpacked, num_tokens),
+        Observation("batch/masked_token_frac", num_tokens - trained, num_tokens),
+        Observation("batch/pad_frac", batch.tokens.size - num_tokens, batch.tokens.size),
+    ]
 
 
 def _empty_batch(num_rows: int, size: int, num_sampler_logprobs: int, num_candidates: int, pad_id: int) -> TreeBatch:

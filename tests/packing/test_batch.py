@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from ajgrpo.metrics import Metrics
 from ajgrpo.packing.batch import (
     TreeBatch,
     batch_metrics,
@@ -252,10 +253,14 @@ def test_choose_bucket_by_the_largest_of_tokens_and_terms() -> None:
 
 
 def test_batch_metrics() -> None:
-    pair = row_of(make_sample([1, 2, 3, 4]), make_sample([1, 2, 3, 5]), token_budget=20)
+    pair = row_of(make_sample([1, 2, 3, 4], [2, 3]), make_sample([1, 2, 3, 5], [3]), token_budget=20)
     single = row_of(make_sample([7, 8]), token_budget=20)
     costs = [(1 + 2 + 3 + 4) + (3 + 4) + 6 * PAIRS_PER_TOKEN, (1 + 2) + 2 * PAIRS_PER_TOKEN]
-    assert batch_metrics([pair, single], 16) == pytest.approx(
+    metrics = Metrics()
+    metrics.merge(
+        batch_metrics([pair, single], build_batch([pair, single], 16, num_sampler_logprobs=0, num_candidates=0))
+    )
+    assert metrics.reduce() == pytest.approx(
         {
             "batch/samples_per_row": 1.5,
             "batch/row_tokens_mean": 4.0,
@@ -263,6 +268,16 @@ def test_batch_metrics() -> None:
             "batch/row_fill_frac": 0.2,
             "batch/row_imbalance": costs[0] / (sum(costs) / 2),
             "batch/packing_ratio": 10 / 8,
+            # Trained at 4 of 8 tokens: 2 → 3 and 3 → 4 in the first sample, 3 → 5 in the second, 7 → 8.
+            "batch/masked_token_frac": 4 / 8,
             "batch/pad_frac": 1 - 8 / 32,
         }
     )
+
+
+def test_a_token_that_several_samples_train_is_trained_once() -> None:
+    row = row_of(make_sample([1, 2, 3, 4]), make_sample([1, 2, 3, 5]))
+    batch = build_batch([row], 16, num_sampler_logprobs=0, num_candidates=0)
+    (masked,) = [item for item in batch_metrics([row], batch) if item.name == "batch/masked_token_frac"]
+    assert batch.num_terms[0] == 6  # 1 → 2 twice, 2 → 3 twice
+    assert (masked.numerator, masked.denominator) == (2.0, 6.0)  # the two last tokens predict nothing
